@@ -48,7 +48,7 @@ _main_thread = threading.main_thread().ident
 def interruptible(function: _F) -> _F:
     """Let Ctrl-C through in what this function calls; it must be safe to leave at any point."""
     if hasattr(function, "__wrapped__"):
-        raise TypeError(f"mark {function.__qualname__} with interruptible before other decorators, not after")
+        raise TypeError(f"apply @interruptible to {function.__qualname__} before any other decorator")
     _interruptible.add(function.__code__)
     return function
 

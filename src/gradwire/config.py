@@ -137,10 +137,11 @@ class WorkerConfig:
             raise ConfigurationError(f'trust must be "code" or "data", not {self.trust!r}')
         for scheme in self.transports or ():
             if scheme not in ("inproc", "unix", "tcp"):
-                raise ConfigurationError(f'transports may name "inproc", "unix" and "tcp", not {scheme!r}')
+                raise ConfigurationError(f'transports must be "inproc", "unix" or "tcp", not {scheme!r}')
         if not _is_port(self.bind_port):
             raise ConfigurationError(
-                f"a port is a number up to {_MAX_PORT:,}, or (first, last) for a range from 1 on, not {self.bind_port!r}"
+                f"bind_port must be 0 to {_MAX_PORT:,}, or a range (first, last) starting at 1 or above, not "
+                f"{self.bind_port!r}"
             )
         if not isinstance(self.limits, Limits):
             raise ConfigurationError(f"limits must be a gradwire.config.Limits, not {self.limits!r}")

@@ -44,8 +44,8 @@ def find_conflict(worker: str, versions: Versions, other: str, other_versions: V
     """
     if versions.gradwire != other_versions.gradwire:
         return (
-            f"worker {worker} runs gradwire {versions.gradwire}, and worker {other} gradwire {other_versions.gradwire}; "
-            f"install one version of gradwire everywhere"
+            f"worker {worker} runs gradwire {versions.gradwire}, but worker {other} runs gradwire "
+            f"{other_versions.gradwire}; install the same version of gradwire everywhere"
         )
     if trust != "code":
         return None
@@ -53,8 +53,8 @@ def find_conflict(worker: str, versions: Versions, other: str, other_versions: V
         one, two = getattr(versions, field), getattr(other_versions, field)
         if _release(one) != _release(two):
             return (
-                f'worker {worker} runs {name} {one}, and worker {other} {name} {two}; with trust="code" all need the same '
-                f'{name}, as far as its first two numbers go: install one version everywhere, or use trust="data"'
+                f'worker {worker} runs {name} {one}, but worker {other} runs {name} {two}; with trust="code" every worker '
+                f'needs the same major.minor version of {name}: install one everywhere, or use trust="data"'
             )
     return None
 

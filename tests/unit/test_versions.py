@@ -35,7 +35,7 @@ def test_the_package_has_one_version() -> None:
         (
             Versions("3.11.9", "2.13.0+cpu", "0.1.1"),
             "data",
-            "worker a runs gradwire 0.1.0, and worker b gradwire 0.1.1",
+            "worker a runs gradwire 0.1.0, but worker b runs gradwire 0.1.1",
         ),
         (Versions("3.1.9", "2.13.0+cpu", "0.1.0"), "code", "Python 3.11.9, and worker b Python 3.1.9"),
         (Versions("3.11.9", "2.1.0", "0.1.0"), "code", "torch 2.13.0+cpu, and worker b torch 2.1.0"),

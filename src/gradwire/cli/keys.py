@@ -28,7 +28,7 @@ def request_certificate(folder: Path, name: str) -> None:
     """Make a key and a request, and say who has to sign it."""
     files, request, fingerprint = tls.make_request(folder, name)
     say(f"wrote {files.key}: the private key, which stays here")
-    say(f"wrote {request}: send it to the machine that has ca.key, and sign it there:")
+    say(f"wrote {request}: send it to the machine that has ca.key and sign it there:")
     say(f"  gradwire keys sign {request.name} --name {name} --keys FOLDER")
     say(f"Its fingerprint must be the same there: {fingerprint}")
     say(f"Then put the signed {files.certificate.name} and ca.pem into {folder}.")
@@ -69,7 +69,9 @@ def show_certificates(paths: Sequence[Path]) -> int:
         show(file, facts)
         problems += [facts.problem] if facts.problem else []
     if not files:
-        problems.append(f"no certificates (*.pem) in {', '.join(map(str, paths))}; `gradwire keys init` makes some")
+        problems.append(
+            f"no certificates (*.pem) in {', '.join(map(str, paths))}; create some with `gradwire keys init`"
+        )
     for problem in problems:
         say_error(problem)
     return 1 if problems else 0
@@ -90,4 +92,4 @@ def _meaning(name: str) -> str:
 def _good_for(names: Sequence[str]) -> str:
     if tls.ANY_WORKER in names:
         return "every worker"
-    return f"worker {', '.join(names)}" if names else "nothing: it names no worker"
+    return f"worker {', '.join(names)}" if names else "nothing: it does not name a worker"

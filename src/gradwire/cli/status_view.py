@@ -75,14 +75,14 @@ def find_socket(wanted: str, paths: list[Path]) -> Path:
         return names[wanted]
     found = [path for name, path in names.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
     if len(found) != 1:
-        fail(f"{wanted} is not one of your clusters on this machine; {_names(found or paths)}")
+        fail(f"{wanted} does not match exactly one of your clusters on this machine; {_names(found or paths)}")
     return found[0]
 
 
 def _names(paths: list[Path]) -> str:
     if not paths:
-        return "you have no cluster open on this machine"
-    return "open are " + ", ".join(map(_name_of, paths))
+        return "you have no open clusters on this machine"
+    return "open clusters: " + ", ".join(map(_name_of, paths))
 
 
 def _name_of(path: Path) -> str:
@@ -108,7 +108,7 @@ def _show_list(*, as_json: bool) -> None:
         say(_as_json([_as_data(path, report) for path, report in found]))
         return
     if not found:
-        say("You have no cluster open on this machine.")
+        say("You have no open clusters on this machine.")
         return
     table = Table()
     for header in ("cluster", "driver", "workers", "uptime"):

@@ -299,11 +299,11 @@ class ForkServerProcess:
             raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout_s")
         message = self.receive()
         if not isinstance(message, ForkServerReady):
-            raise WorkerStartFailed(f"the fork server ended before it was ready. It printed:\n{self._read_output()}")
+            raise WorkerStartFailed(f"the fork server exited before it was ready. It printed:\n{self._read_output()}")
         if message.num_threads != 1:
             raise WorkerStartFailed(
                 f"the fork server has {message.num_threads} threads after importing torch and cannot fork safely; "
-                "something in this environment starts threads when Python does (a .pth file or sitecustomize?)"
+                "something in this environment starts threads at Python startup (a .pth file or sitecustomize?)"
             )
 
     @_interrupts.interruptible
@@ -323,7 +323,7 @@ def _check_platform() -> None:
     if not sys.platform.startswith("linux") or not hasattr(os, "fork"):
         raise ConfigurationError("Cluster.local needs Linux: its workers are forked from another process")
     if not sys.executable:
-        raise ConfigurationError("Cluster.local cannot tell which Python runs this program: sys.executable is empty")
+        raise ConfigurationError("Cluster.local cannot find the Python that runs this program: sys.executable is empty")
 
 
 def _spawn(channel: socket.socket, modules: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -227,7 +227,7 @@ class OutputPrinter:
 
     def _on_output(self, source: WorkerInfo, stream: Stream, data: bytes) -> InterruptibleFuture[None]:
         if source.name not in self._outputs:
-            raise AuthenticationFailed(f"{source.name} is not a worker whose output is printed here")
+            raise AuthenticationFailed(f"this process does not print the output of {source.name}")
         printed: InterruptibleFuture[None] = InterruptibleFuture()
         self._queue.put((source.name, stream, data, printed))
         return printed

@@ -41,7 +41,7 @@ from gradwire.types import WorkerInfo
 _READ_BYTES = 1 << 16
 # A pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for.
 _LAST_READS = 16
-_FORK_SERVER_ENDED = "killed because the fork server ended"
+_FORK_SERVER_ENDED = "killed because the fork server exited"
 
 _log = logging.getLogger("gradwire")
 _tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
@@ -118,7 +118,7 @@ class Supervisor:
             for worker in self._all_workers():
                 worker.close()
                 with self._changed:  # what waits for it must not wait for ever
-                    worker.handle.on_exited("given up at the end of the cluster")
+                    worker.handle.on_exited("abandoned when the cluster was closed")
                     self._changed.notify_all()
             for ours in (self._selector, self._wakeup, self._alarm):
                 ours.close()

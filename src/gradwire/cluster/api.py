@@ -483,7 +483,7 @@ class Cluster:
         """
         alive = [worker for worker in self.workers if worker.is_alive]
         if not alive:
-            raise WorkerLost("no worker of this cluster is alive; Cluster.status() shows how they ended")
+            raise WorkerLost("no worker of this cluster is alive; see Cluster.status() for how they exited")
         return MapRun(alive, function, items, timeout).run()
 
     def add_workers(

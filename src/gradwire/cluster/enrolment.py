@@ -125,7 +125,7 @@ def decode_question(data: bytes) -> Question:
     Raises:
         DecodeError: It is not a valid message.
     """
-    question: Question = _decode(_question, data, "a message of the driver")
+    question: Question = _decode(_question, data, "a message from the driver")
     if isinstance(question, Assign):
         check_text(question.name, "a worker's name", _MAX_TEXT_BYTES)
     return question
@@ -137,7 +137,7 @@ def decode_answer(data: bytes, kind: type[_M], limits_of: WorkerConfig) -> _M | 
     Raises:
         DecodeError: It is not a valid message, or another one.
     """
-    answer: Answer = _decode(_answer, data, "the answer of a process")
+    answer: Answer = _decode(_answer, data, "the reply of a process")
     if isinstance(answer, Failed):
         return Failed(clean(answer.text, _MAX_FAILURE_BYTES))
     if not isinstance(answer, kind):

@@ -50,8 +50,8 @@ class LaunchEnvironment:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= _MAX_RANKS:
             raise ConfigurationError(
-                f"{self.launcher} says that this is rank {self.rank} of {self.world_size}: ranks are 0 to world size - 1, "
-                f"and at most {_MAX_RANKS:,}"
+                f"{self.launcher} started this process as rank {self.rank} of {self.world_size}: ranks must be 0 to world "
+                f"size - 1, with at most {_MAX_RANKS:,} of them"
             )
 
     @property
@@ -86,7 +86,7 @@ def _not_found_text(env: Mapping[str, str]) -> str:
     slurm = ""
     if "SLURM_JOB_ID" in env:
         slurm = (
-            f"This is inside the Slurm job {env['SLURM_JOB_ID']}, but srun did not start it: put srun in front of the "
+            f"This process is inside Slurm job {env['SLURM_JOB_ID']}, but srun did not start it: put srun in front of the "
             "command (srun python script.py). "
         )
     return (
@@ -103,13 +103,15 @@ def _read_own(env: Mapping[str, str]) -> LaunchEnvironment:
     if text := env.get("GRADWIRE_MASTER"):
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal():
-            raise ConfigurationError(f"GRADWIRE_MASTER must be host:port, where rank 0 is to listen; not {text!r}")
+            raise ConfigurationError(
+                f"GRADWIRE_MASTER must be host:port, the address at which rank 0 listens, not {text!r}"
+            )
         master = (host.strip("[]"), int(port))
     run_id = env.get("GRADWIRE_RUN_ID", "")
     if master is None and not run_id:
         raise ConfigurationError(
-            "GRADWIRE_RANK is set: set GRADWIRE_RUN_ID as well (any text, the same on every rank) where all ranks share a "
-            "machine, or GRADWIRE_MASTER=host:port, where rank 0 is to listen, for several"
+            "GRADWIRE_RANK is set: set GRADWIRE_RUN_ID as well (any text, the same on every rank) if all ranks share a "
+            "machine, or GRADWIRE_MASTER=host:port, the address at which rank 0 listens, if they do not"
         )
     return LaunchEnvironment(
         launcher="GRADWIRE_RANK",
@@ -160,7 +162,8 @@ def _read_mpi(
         master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT", default=_port_for(run_id or launcher)))
     elif not is_one_host:
         raise ConfigurationError(
-            f"{launcher} started {world_size} ranks, not all of them on this machine, and does not say where rank 0 is: set "
+            f"{launcher} started {world_size} ranks, not all of them on this machine, and does not provide the "
+            "address of rank 0: set "
             "MASTER_ADDR to its host name on every rank (e.g. mpirun -x MASTER_ADDR=node1), and MASTER_PORT to a free port"
         )
     elif run_id is None:
@@ -182,7 +185,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
     num_nodes = _number(env, "SLURM_STEP_NUM_NODES", default=_number(env, "SLURM_NNODES", default=0))
     if not host and num_nodes != 1:
         raise ConfigurationError(
-            "srun does not say where rank 0 is (SLURM_STEP_NODELIST): set MASTER_ADDR to its host name"
+            "srun does not provide the address of rank 0 (SLURM_STEP_NODELIST): set MASTER_ADDR to its host name"
         )
     return LaunchEnvironment(
         launcher="srun",

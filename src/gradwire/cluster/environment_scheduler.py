@@ -83,14 +83,14 @@ def choose_auth(
         return None
     host = environment.master[0] if environment.master else "?"
     raise ConfigurationError(
-        f"rank {environment.rank} runs on {socket.gethostname()}, and rank 0 on {host}: workers on several machines must be "
-        f"able to tell who belongs to the run. {_PROOF_HINT}"
+        f"rank {environment.rank} runs on {socket.gethostname()}, but rank 0 runs on {host}: workers on several machines "
+        f"must authenticate each other. {_PROOF_HINT}"
     )
 
 
 _PROOF_HINT = (
-    f"Give every rank the same secret ({SECRET_FILE}=<file that you alone can read>) or keys ({KEYS_FOLDER}=<folder of "
-    "make_keys>, or tls=); `gradwire keys` makes either"
+    f"Give every rank the same secret ({SECRET_FILE}=<file readable only by you>) or keys ({KEYS_FOLDER}=<folder of "
+    "make_keys>, or tls=); `gradwire keys` creates both"
 )
 
 
@@ -159,7 +159,7 @@ def _connect_store(host: str, port: int, deadline: float) -> Any:
             return _make_store(host, port, False, deadline, None)
         except (OSError, RuntimeError) as error:
             if time.monotonic() >= deadline:
-                raise RendezvousFailed(f"rank 0 never listened at tcp://{host}:{port}: {error}") from error
+                raise RendezvousFailed(f"rank 0 did not listen at tcp://{host}:{port}: {error}") from error
             _interrupts.sleep(_LOOK_S)
 
 
@@ -198,8 +198,8 @@ class EnvironmentScheduler:
         launcher = self._environment.launcher
         if self._processes:
             raise ConfigurationError(
-                f"{launcher} owns the processes of this cluster: workers can be neither added nor started again by it. Let "
-                "the launcher start all ranks again (torchrun --max-restarts), or use Cluster.ray or Cluster.slurm"
+                f"{launcher} owns the processes of this cluster, so the cluster cannot add or restart workers. Let the "
+                "launcher restart all ranks (torchrun --max-restarts), or use Cluster.ray or Cluster.slurm"
             )
         assert count == self._environment.world_size - 1
         try:
@@ -275,7 +275,7 @@ class RankProcess(ExchangeProcess):
         self._is_released = True
 
     def end_reason(self) -> str | None:
-        return super().end_reason() or ("it was left to its launcher" if self._is_released else None)
+        return super().end_reason() or ("it is managed by its launcher" if self._is_released else None)
 
     _is_released = False
 
@@ -290,7 +290,7 @@ def start_from_env(make_options: Callable[[int], RemoteOptions], tls: TlsKeys | 
     environment = detect()
     if environment.world_size == 1:
         raise ConfigurationError(
-            f"{environment.launcher} started one rank, which is the driver, and no worker: start at least two"
+            f"{environment.launcher} started a single rank, which is the driver, and no workers: start at least two ranks"
         )
     try:
         options = make_options(environment.world_size - 1)
@@ -360,7 +360,7 @@ def serve_rank(
     if lost_reason is None:
         raise SystemExit(0)
     _interrupts.sleep(_FAIL_S)  # a launcher reports what fails first, and that should be the driver
-    failed = RendezvousFailed(f"{who} ends without its driver: {lost_reason}")
+    failed = RendezvousFailed(f"{who} is exiting because its driver was lost: {lost_reason}")
     record_error(failed)
     print(f"gradwire: {failed}", file=sys.stderr, flush=True)
     raise SystemExit(1)
@@ -371,7 +371,7 @@ def _note_failures(agent: Agent, failures: list[str]) -> None:
 
     def on_failed(source: WorkerInfo, text: str) -> None:
         if source.name != DRIVER:
-            raise AuthenticationFailed(f"only {DRIVER} may tell {agent.info.name} that, not {source.name}")
+            raise AuthenticationFailed(f"only {DRIVER} may send this to {agent.info.name}, not {source.name}")
         failures.append(clean(text, _MAX_TEXT_BYTES))
 
     agent.server.register_control(FAILED, on_failed, _Text)

@@ -117,7 +117,7 @@ class TorchStore:
 
     def _gone(self, error: Exception) -> RendezvousFailed:
         first = str(error).partition("\n")[0]
-        return RendezvousFailed(f"the store at {self.where} is gone: {first}")
+        return RendezvousFailed(f"the store at {self.where} is no longer available: {first}")
 
 
 def make_private_folder(folder: Path) -> Path:
@@ -130,7 +130,7 @@ def make_private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
     except OSError as error:
-        raise ConfigurationError(f"cannot make the folder {folder}: {error.strerror}; name another one") from error
+        raise ConfigurationError(f"cannot create the folder {folder}: {error.strerror}; choose another one") from error
     return folder
 
 
@@ -138,10 +138,10 @@ def _check_private(folder: Path) -> None:
     status = folder.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigurationError(f"{folder} is not a folder but a link or a file; name another one")
+        raise ConfigurationError(f"{folder} is a link or a file, not a folder; choose another one")
     if status.st_uid != os.geteuid():
-        raise ConfigurationError(f"{folder} belongs to another user; name another one")
+        raise ConfigurationError(f"{folder} belongs to another user; choose another one")
     if mode & 0o022:
         raise ConfigurationError(
-            f"others can write to {folder} (mode {mode:o}); `chmod 700 {folder}` or name another one"
+            f"{folder} is writable by other users (mode {mode:o}); run `chmod 700 {folder}` or choose another one"
         )

@@ -88,7 +88,7 @@ class MapRun(Generic[T]):
         if left_s <= 0:
             waiting = sorted({worker.name for worker, _ in self._open.values()})
             raise RpcTimeout(
-                f"map was given {self._timeout_s:g} s; {len(self._results)} items are done and {len(self._open)} "
+                f"map timed out after {self._timeout_s:g} s; {len(self._results)} items are done and {len(self._open)} "
                 f"are open on {', '.join(waiting)}"
             )
         return left_s

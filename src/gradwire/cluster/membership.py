@@ -53,7 +53,7 @@ def follow_driver(agent: Agent, driver: str) -> None:
 
     def check(source: WorkerInfo) -> None:
         if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may say who belongs to this cluster, not {source.name}")
+            raise AuthenticationFailed(f"only {driver} may change the list of workers, not {source.name}")
 
     def on_members(source: WorkerInfo, addresses: list[bytes], departures: list[Departure]) -> InterruptibleFuture[Any]:
         check(source)

@@ -228,11 +228,11 @@ class Monitor:
         with self._changed:
             self._check_open()
             template = self._template
-            assert template is not None, "the first workers are started with the cluster"
+            assert template is not None, "the cluster has not finished starting its first workers"
             taken = {*self._members, *self._reserved, *self._departures, self.agent.info.name}
             chosen = list(names) if names is not None else _unused_names(role, count, taken)
             if both := {*self._members, *self._reserved}.intersection(chosen):
-                raise ConfigurationError(f"this cluster has a worker called {min(both)} already; give another name")
+                raise ConfigurationError(f"this cluster already has a worker named {min(both)}; choose another name")
             first = self._last_rank + 1
             self._last_rank += count
             self._reserved.update(chosen)
@@ -256,7 +256,7 @@ class Monitor:
         with self._changed:
             self._check_open()
             if self._members.get(member.name) is not member:
-                raise UnknownWorker(f"{member.name} is not a worker of this cluster any more")
+                raise UnknownWorker(f"{member.name} is no longer a worker of this cluster")
             del self._members[member.name]
             actions = self._supervision.removed(member.name, _REMOVED)
             self._changed.notify_all()
@@ -320,11 +320,13 @@ class Monitor:
     def _not_enough(self, found: list[Member], wanted: int, timeout_s: float | None) -> RpcError:
         with self._changed:
             others = [name for name, member in self._members.items() if member not in found]
-            text = "".join(f"; {name}: {self._supervision.lost_text(name) or 'it does not answer'}" for name in others)
+            text = "".join(
+                f"; {name}: {self._supervision.lost_text(name) or 'it is not responding'}" for name in others
+            )
         if timeout_s is None:
-            return WorkerLost(f"only {len(found)} of {wanted} workers can still serve{text}", others[0])
+            return WorkerLost(f"only {len(found)} of {wanted} workers can still become ready{text}", others[0])
         return RpcTimeout(
-            f"{len(found)} of {wanted} workers serve after {timeout_s:g} s{text}", ", ".join(others), "run"
+            f"only {len(found)} of {wanted} workers were ready after {timeout_s:g} s{text}", ", ".join(others), "run"
         )
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
@@ -363,7 +365,8 @@ class Monitor:
         """Refuse to act in a process that the driver has forked; without the lock, which a thread may have held then."""
         if os.getpid() != self._owner_pid:
             raise NotInitialized(
-                f"this cluster belongs to process {self._owner_pid}, of which this one is a fork; start another cluster here"
+                f"this cluster belongs to process {self._owner_pid}, and this process is a fork of it; start "
+                "another cluster here"
             )
 
     def _check_open(self) -> None:
@@ -451,9 +454,11 @@ class Monitor:
         if handle is not None:
             try:
                 if not self.launcher.terminate([handle], 0.0):
-                    _log.warning("the process of %s cannot be ended; it is refused from now on", action.name)
+                    _log.warning(
+                        "the process of %s cannot be stopped; its connections are refused from now on", action.name
+                    )
             except Exception:
-                _log.exception("ending the process of %s failed", action.name)
+                _log.exception("stopping the process of %s failed", action.name)
         self._feed(partial(self._supervision.process_ended, action.name, action.life))
 
     def _start_process(self, action: StartProcess) -> None:
@@ -468,8 +473,8 @@ class Monitor:
             spec = dataclasses.replace(member.spec, addresses=addresses, after=after)
             (handle,) = self.launcher.start([spec], self._on_lost, self._start_timeout_s)
         except Exception as error:  # most of all WorkerStartFailed
-            _log.warning("worker %s could not be started again: %s", name, error)
-            reason = f"it could not be started again: {error}"
+            _log.warning("worker %s could not be restarted: %s", name, error)
+            reason = f"it could not be restarted: {error}"
             self._feed(partial(self._supervision.start_failed, name, life, reason))
             return
         with self._changed:
@@ -578,7 +583,7 @@ class Monitor:
                 try:
                     callback(event)
                 except Exception:
-                    _log.exception("a callback of on_membership failed with %r", event)
+                    _log.exception("an on_membership callback raised %r", event)
 
 
 def _unused_names(role: str, count: int, taken: Container[str]) -> list[str]:

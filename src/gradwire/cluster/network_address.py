@@ -34,7 +34,8 @@ def address_of_interface(name: str) -> str:
                 return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     known = ", ".join(interface for _, interface in socket.if_nameindex())
     raise ConfigurationError(
-        f"network interface {name!r} has no address on {socket.gethostname()}, which has: {known}; name another, or none"
+        f"network interface {name!r} has no address on {socket.gethostname()}, which has: {known}; choose one of "
+        "these, or leave interface out"
     )
 
 
@@ -51,6 +52,6 @@ def address_towards(host: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
-            f"{socket.gethostname()} has no route to the driver at {host}: {error}; name a network interface that all "
-            "machines have with interface="
+            f"{socket.gethostname()} has no route to the driver at {host}: {error}; pass interface= with a network "
+            "interface that all machines have"
         ) from error

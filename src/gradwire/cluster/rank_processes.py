@@ -72,7 +72,7 @@ class RunState:
         text = f"rank {rank} {'was ' if code < 0 else ''}{describe_exit(status)}"
         if not self._running:
             return [Say(text)]
-        return [Say(f"{text}; ending {self._others()}"), *self._end(signal.SIGTERM, now)]
+        return [Say(f"{text}; stopping {self._others()}"), *self._end(signal.SIGTERM, now)]
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
         """Pass a signal on; a second one, or one while the ranks are being ended, kills them."""
@@ -85,7 +85,7 @@ class RunState:
     def on_time(self, now: float) -> list[Action]:
         if self.deadline is None or now < self.deadline or not self._running:
             return []
-        return [Say(f"killing {self._others()}: still there after {self._grace_s:g} s"), *self._kill()]
+        return [Say(f"killing {self._others()}: still running after {self._grace_s:g} s"), *self._kill()]
 
     def _end(self, signum: int, now: float) -> list[Action]:
         self.deadline = now + self._grace_s

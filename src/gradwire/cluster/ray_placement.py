@@ -36,7 +36,7 @@ def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy,
     ever = count_room([node.total for node in nodes], bundle, strategy)
     lines = [
         f"Ray cannot place {count} bundle{'s' if count > 1 else ''} of {format_amounts(bundle)} by {strategy}: "
-        f"there is room for {now} now, and for {ever} if nothing else ran."
+        f"there is room for {now} now, and for {ever} on an idle cluster."
     ]
     for node in nodes:
         have = ", ".join(
@@ -47,7 +47,7 @@ def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy,
         lines.append(f"  node {node.address} ({node.node_id[:8]}): {have}{never}")
     if not nodes:
         lines.append("  no node is alive")
-    lines.append("Free some of it, add nodes, or ask for less with n, resources or strategy.")
+    lines.append("Free resources, add nodes, or request less with n, resources or strategy.")
     return "\n".join(lines)
 
 

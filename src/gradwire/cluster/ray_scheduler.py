@@ -60,7 +60,7 @@ class RayOptions:
     def __post_init__(self) -> None:
         if not self.resources or not all(_is_amount(amount) for amount in self.resources.values()):
             raise ConfigurationError(
-                f'resources must say what each worker needs, as {{"CPU": 2, "GPU": 1}}, not {self.resources!r}'
+                f'resources must give the needs of each worker, such as {{"CPU": 2, "GPU": 1}}, not {self.resources!r}'
             )
         if self.strategy not in get_args(Strategy):
             raise ConfigurationError(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
@@ -111,8 +111,8 @@ def _check_ports(ports: object) -> None:
 
 def _no_client(what: str) -> str:
     return (
-        f"{what} Ray Client, a proxy: the driver is not on the network of the cluster, and workers could not connect to it. "
-        "Run the program on a node of the cluster, with `ray job submit -- python <program>` or there by hand, and with "
+        f"{what} Ray Client, a proxy: the driver is not on the cluster's network, so workers could not connect to it. "
+        "Run the program on a node of the cluster, with `ray job submit -- python <program>` or directly, and pass "
         'address="auto"'
     )
 
@@ -197,7 +197,7 @@ class RayProcess(RemoteProcess):
         """
         while not _wait_any([ref], deadline):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.place} has not answered in time")
+                raise TimeoutError(f"{self.place} did not respond in time")
         try:
             return ray.get(ref)
         except RayError as error:
@@ -250,9 +250,11 @@ def why_failed(error: RayError) -> str:
     text = _COLOUR.sub("", str(error))
     if isinstance(error, ActorDiedError) and (found := _WHY_DEAD.search(text)):
         reason = " ".join(_NOISE.sub("", found[1]).split())[:_MAX_REASON_CHARS]
-        return f"its node is taken away (preempted): {reason}" if error.preempted else reason
+        return f"its node was preempted: {reason}" if error.preempted else reason
     if isinstance(error, RayActorError) and "No module named 'gradwire" in text:
-        return f'gradwire is not installed there; install it, or pass runtime_env={{"pip": ["gradwire"]}}.\n{text}'
+        return (
+            f'gradwire is not installed on that node; install it, or pass runtime_env={{"pip": ["gradwire"]}}.\n{text}'
+        )
     return text
 
 
@@ -353,8 +355,8 @@ class RayScheduler(Scheduler):
         has, wants = ray.get_runtime_context().gcs_address, self._options.address
         if wants not in (None, "auto", _STARTS_RAY, has):
             raise ConfigurationError(
-                f"this process is connected to the Ray cluster at {has} already, not {wants}: leave address out to use that "
-                "one, or call ray.shutdown() first"
+                f"this process is already connected to the Ray cluster at {has}, not {wants}: leave address out to use it, "
+                "or call ray.shutdown() first"
             )
 
     def _init(self) -> None:
@@ -390,8 +392,8 @@ class RayScheduler(Scheduler):
             return
         raise ConfigurationError(
             f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: "
-            "anyone who can reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node "
-            "(`ray get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
+            "anyone who can reach its ports can run programs as you. Start it with RAY_AUTH_MODE=token on every node "
+            "(`ray get-auth-token --generate` creates a token), or accept this with allow_unauthenticated=True"
         )
 
     @contextlib.contextmanager
@@ -499,7 +501,7 @@ class RayScheduler(Scheduler):
                 late = ", ".join(process.place for process in waiting.values())
                 raise WorkerStartFailed(
                     f"Ray has not started the process in time: {late}. If it installs a runtime_env, raise start_timeout_s; "
-                    "`ray list actors` and `ray status` show what Ray waits for"
+                    "`ray list actors` and `ray status` show what Ray is waiting for"
                 )
 
     def _watch(self, processes: Sequence[RayProcess]) -> None:
@@ -547,8 +549,8 @@ def _check_same_mode(failure: WorkerStartFailed) -> None:
         answer = ray.remote(num_cpus=0, max_retries=0)(requires_token).remote()
         if not ray.get(answer, timeout=_MODE_S):
             raise ConfigurationError(
-                "this process has RAY_AUTH_MODE=token, and this Ray cluster has no token authentication, so that it cannot "
-                "tell the process about actors. Start the cluster with RAY_AUTH_MODE=token on every node (`ray "
+                "this process has RAY_AUTH_MODE=token, but the Ray cluster has no token authentication, so it cannot "
+                "report actors to this process. Start the cluster with RAY_AUTH_MODE=token on every node (`ray "
                 "get-auth-token --generate` makes a token)"
             ) from failure
 

@@ -244,7 +244,7 @@ class RemoteLauncher(Launcher):
             if self._is_closed:
                 raise WorkerStartFailed("no worker was started: the cluster is closed")
         if len(processes) != count:
-            raise WorkerStartFailed(f"the scheduler started {len(processes)} processes instead of {count}")
+            raise WorkerStartFailed(f"the scheduler started {len(processes)} processes, expected {count}")
         return processes
 
     def _ask_introduction(self, process: RemoteProcess, deadline: float, timeout_s: float) -> Introduction:
@@ -278,7 +278,7 @@ class RemoteLauncher(Launcher):
             certificate = self._authority.sign(request, uri_of_worker(name))
             sealed = seal(enrolment.encode(settings), request, name.encode())
         except AuthenticationFailed as error:
-            raise WorkerStartFailed(f"{member} cannot be given a certificate: {error}") from error
+            raise WorkerStartFailed(f"cannot issue a certificate to {member}: {error}") from error
         message = enrolment.encode(
             Assign(
                 name=name,
@@ -292,7 +292,9 @@ class RemoteLauncher(Launcher):
         )
         answer = _exchange(member.process, str(member), message, Ready, self._agent.config, deadline, timeout_s)
         if answer.address.info != spec.info:
-            raise WorkerStartFailed(f"{member} answered as {answer.address.info}: its process runs another program")
+            raise WorkerStartFailed(
+                f"{member} replied as {answer.address.info}: its process is running another program"
+            )
         member.handle.address = answer.address
 
     def _take_in(self, members: Sequence[_Member], undo: contextlib.ExitStack) -> None:
@@ -348,7 +350,8 @@ class RemoteLauncher(Launcher):
                 failures = future.wait()
             except RpcError as error:
                 raise WorkerStartFailed(
-                    f"{_where(item.address)} on {item.introduction.host} did not say whether it reaches the other machines: "
+                    f"{_where(item.address)} on {item.introduction.host} did not report whether it can reach the "
+                    "other machines: "
                     f"{error}; {_REACH_HINT}"
                 ) from error
             for name, reason in failures.items():
@@ -363,12 +366,12 @@ class RemoteLauncher(Launcher):
         for member in members:
             reason = member.process.end_reason()
             if reason is not None:
-                raise WorkerStartFailed(f"{member} ended before it was ready: {reason}") from error
+                raise WorkerStartFailed(f"{member} exited before it was ready: {reason}") from error
 
     def _raise_if_ended(self, members: Sequence[_Member]) -> None:
         for member in members:
             if member.handle.state.is_over:
-                raise WorkerStartFailed(f"{member} ended before it was ready: {member.handle.exit_reason}")
+                raise WorkerStartFailed(f"{member} exited before it was ready: {member.handle.exit_reason}")
 
     def _each(self, items: Sequence[_T], deadline: float, function: Callable[[_T], _R]) -> list[_R]:
         """Call a function for each item, many at once; return the results in order, or raise the first error at once.
@@ -406,7 +409,7 @@ class RemoteLauncher(Launcher):
             raise errors[0]
         if len(results) < len(items):
             late = ", ".join(getattr(item, "place", str(item)) for i, item in enumerate(items) if i not in results)
-            raise WorkerStartFailed(f"the scheduler did not answer by the deadline for {late}; look at its logs")
+            raise WorkerStartFailed(f"the scheduler did not respond in time for {late}; check its logs")
         return [results[index] for index in range(len(items))]
 
     # Watching
@@ -514,7 +517,7 @@ class RemoteLauncher(Launcher):
         with self._changed:
             is_over = _interrupts.wait_for(self._changed, are_over, _KILL_S)
             for member in members:
-                member.handle.on_exited("its process was to be killed, and the scheduler has not confirmed it")
+                member.handle.on_exited("the scheduler has not confirmed that its process was killed")
             self._changed.notify_all()
         return is_over
 
@@ -537,7 +540,7 @@ class RemoteLauncher(Launcher):
 
 
 _REACH_HINT = (
-    "open the firewall between the machines, or name another network (interface=) or other ports (port_range=)"
+    "open the firewall between the machines, or choose another network (interface=) or other ports (port_range=)"
 )
 
 
@@ -554,19 +557,20 @@ def _exchange(
     try:
         answer = enrolment.decode_answer(process.exchange(message, deadline), kind, config)
     except WorkerStartFailed as error:
-        raise WorkerStartFailed(f"{who} ended before it was ready: {error}") from error
+        raise WorkerStartFailed(f"{who} exited before it was ready: {error}") from error
     except TimeoutError as error:
         detail = f" {error}" if str(error) else ""
         raise WorkerStartFailed(
-            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s, or look at what its process does.{detail}"
+            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s, or check what its process is "
+            f"doing.{detail}"
         ) from error
     except GradwireError as error:
         raise WorkerStartFailed(
-            f"the answer of {who} cannot be read: {error}; install the same gradwire on all machines"
+            f"cannot read the reply of {who}: {error}; install the same version of gradwire on all machines"
         ) from error
     except Exception as error:
         raise WorkerStartFailed(
-            f"the scheduler cannot pass messages to {who}: {type(error).__name__}: {error}"
+            f"the scheduler cannot deliver messages to {who}: {type(error).__name__}: {error}"
         ) from error
     if isinstance(answer, Failed):
         raise WorkerStartFailed(f"{who} could not start:\n{answer.text}")
@@ -577,7 +581,7 @@ def _kill(process: RemoteProcess) -> None:
     try:
         process.kill()
     except Exception:
-        _log.exception("the process of %s could not be ended", process.place)
+        _log.exception("the process of %s could not be stopped", process.place)
 
 
 def _tcp_uri(address: WorkerAddress) -> str:

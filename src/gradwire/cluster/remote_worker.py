@@ -91,7 +91,9 @@ class RemoteWorker:
         self._had_faulthandler = False
         self._changed = threading.Condition()  # guards the four below
         self._deadline: float | None = time.monotonic() + assign_timeout_s  # for the driver; None while it is connected
-        self._lost_reason: str | None = "the driver did not give this process a name in time"  # when that has passed
+        self._lost_reason: str | None = (
+            "the driver did not assign a name to this process in time"  # when that has passed
+        )
         self._is_over = False
         self._had_driver = False
 
@@ -163,10 +165,10 @@ class RemoteWorker:
 
         if not isinstance(self._key, ProcessKey) or self._address is None:
             raise ConfigurationError(
-                "the driver sent Assign before Introduce; install the same gradwire on all machines"
+                "the driver sent Assign before Introduce; install the same version of gradwire on all machines"
             )
         if (name := reserved_for()) is not None or self._agent is not None:
-            raise ConfigurationError(f"this process is worker {name} already, and cannot be {assignment.name} as well")
+            raise ConfigurationError(f"this process is already worker {name} and cannot also be {assignment.name}")
         settings = enrolment.decode_settings(self._key.open(assignment.sealed_settings, assignment.name.encode()))
         reserve_process(assignment.name)  # before any import of the user's
         self._capture = capture = OutputCapture(repeats_early=not self._shares_output)
@@ -201,7 +203,7 @@ class RemoteWorker:
 
         def check(source: WorkerInfo) -> None:
             if source.name != driver:
-                raise AuthenticationFailed(f"only {driver} may ask {agent.info.name} for that, not {source.name}")
+                raise AuthenticationFailed(f"only {driver} may request this from {agent.info.name}, not {source.name}")
 
         def on_leave(source: WorkerInfo) -> None:
             check(source)
@@ -246,7 +248,7 @@ class RemoteWorker:
                 agent.peers.peer(driver).lane("control", deadline)
             except Exception as error:
                 if _is_refusal(error):
-                    self._expect_driver(0.0, self._lost_reason or "the driver is gone")
+                    self._expect_driver(0.0, self._lost_reason or "the driver has exited")
                     return
             with self._changed:
                 self._changed.wait(_LOOK_S)

@@ -66,11 +66,11 @@ class SlurmOptions:
         counts: dict[str, object] = {"nodes": self.nodes, "workers_per_node": self.workers_per_node}
         for option, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{option} must be a whole number from 1, not {value!r}")
+                raise ConfigurationError(f"{option} must be an integer of at least 1, not {value!r}")
         if self.executor not in ("slurm", "local"):
             raise ConfigurationError(f'executor must be "slurm" or "local", not {self.executor!r}')
         if self.executor == "local" and self.nodes > 1:
-            raise ConfigurationError(f'executor="local" runs on this machine alone: nodes must be 1, not {self.nodes}')
+            raise ConfigurationError(f'executor="local" runs on this machine only: nodes must be 1, not {self.nodes}')
         for option, lines in (("prologue", self.prologue), ("extra", self.extra)):
             if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
                 raise ConfigurationError(f"{option} must be a list of strings, not {lines!r}")
@@ -94,7 +94,9 @@ def minutes_of(limit: str | int) -> int:
     days, has_days, rest = str(limit).rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in parts) or len(parts) > 3 or (has_days and not days.isdecimal()):
-        raise ConfigurationError(f'time must be minutes or a text such as "1:30:00" or "2-12:00:00", not {limit!r}')
+        raise ConfigurationError(
+            f'time must be a number of minutes or a string such as "1:30:00" or "2-12:00:00", not {limit!r}'
+        )
     # With days the first part is hours; else one part is minutes, two are minutes and seconds.
     numbers = [int(part) for part in parts]
     first_unit = 2 if has_days or len(parts) == 3 else 1
@@ -115,7 +117,7 @@ def flags_of(extra: Sequence[str]) -> dict[str, str | bool]:
     for text in extra:
         match = re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=(.+))?", text)
         if match is None:
-            raise ConfigurationError(f'extra takes options of sbatch as "--name=value" or "--name", not {text!r}')
+            raise ConfigurationError(f'extra takes sbatch options such as "--name=value" or "--name", not {text!r}')
         found[match[1]] = True if match[2] is None else match[2]
     return found
 
@@ -218,7 +220,7 @@ class SlurmScheduler:
             self._is_closed = True
             jobs, processes = list(self._jobs), list(self._processes)
         with contextlib.suppress(RendezvousFailed):
-            self._exchange.give_up("the driver has ended")  # for tasks that are not workers yet
+            self._exchange.give_up("the driver has exited")  # for tasks that are not workers yet
         deadline = time.monotonic() + _END_S
         while not all(job.has_ended() for job in jobs) and time.monotonic() < deadline:
             _interrupts.sleep(_LOOK_S)
@@ -279,7 +281,7 @@ class _Job:
         """Raise if a task that has not arrived will not."""
         for number in sorted(missing & set(self.numbers)):
             if self.has_result(number) or self.is_over(is_starting=True):
-                raise WorkerStartFailed(f"task {number} ended before it became a worker. {self.state_text(number)}")
+                raise WorkerStartFailed(f"task {number} exited before it became a worker. {self.state_text(number)}")
 
     def has_result(self, number: int) -> bool:
         """Whether submitit has written how a task ended."""
@@ -294,7 +296,9 @@ class _Job:
 
     def describe_end(self, number: int, state: str) -> str:
         if state.startswith("PENDING"):
-            return f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s, or ask for less."
+            return (
+                f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s, or request fewer resources."
+            )
         paths = self._paths(number)
         for log in (paths.stderr, paths.stdout):
             if text := _tail(log):
@@ -357,7 +361,7 @@ class SlurmProcess(ExchangeProcess):
         with contextlib.suppress(RendezvousFailed):
             if self._store.get(_left_key(self.number)) is not None:
                 return "it left"
-        return f"its task ended. {self._job.describe_end(self.number, self._job.state())}"
+        return f"its task exited. {self._job.describe_end(self.number, self._job.state())}"
 
     def kill(self) -> None:
         """End the process on this machine, or the job of a task that has one for itself.

@@ -247,7 +247,7 @@ def _check_folder(folder: Path) -> None:
     """Refuse a folder in which other users could place or remove sockets."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise OSError(errno.EPERM, "must be a folder of this user with mode 0700; remove it", str(folder))
+        raise OSError(errno.EPERM, "must be a folder owned by this user with mode 0700; remove it", str(folder))
 
 
 def _is_stale(path: Path) -> bool:
@@ -319,9 +319,9 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
     except FileNotFoundError:
         raise ClusterGone("the cluster was closed") from None
     except (TimeoutError, BlockingIOError):  # the latter: many have asked it already, in vain
-        raise NoReport(f"no answer within {timeout_s:g} s: the driver is stopped, or busy outside of Python") from None
+        raise NoReport(f"no response within {timeout_s:g} s: the driver is stopped, or busy in native code") from None
     except OSError as error:
-        raise NoReport(f"the driver has just ended ({error.strerror})") from None
+        raise NoReport(f"the driver has just exited ({error.strerror})") from None
     if not text:
         raise NoReport("the cluster is being closed")
     try:

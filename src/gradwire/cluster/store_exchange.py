@@ -97,7 +97,7 @@ class _Post:
             round_id = key.partition(".")[0]
             self._auth.verify(self._statement(round_id, process, kind, number, nonce, envelope.body), envelope.proof)
         except msgspec.MsgspecError as error:
-            raise AuthenticationFailed(f"it is not a message of gradwire: {error}") from error
+            raise AuthenticationFailed(f"it is not a gradwire message: {error}") from error
         return envelope.body
 
     def _statement(self, round_id: str, process: int, kind: str, number: int, nonce: bytes, body: bytes) -> bytes:
@@ -176,7 +176,7 @@ class DriverExchange:
                 return answer
             check()
             if not pause():
-                raise TimeoutError(f"{self._describe(process)} does not answer")
+                raise TimeoutError(f"{self._describe(process)} is not responding")
 
     def give_up(self, reason: str) -> None:
         """Tell all processes that wait that the driver will not go on."""
@@ -189,7 +189,7 @@ class DriverExchange:
                 self._hellos[process] = _hellos.decode(raw)
             except msgspec.MsgspecError as error:
                 raise AuthenticationFailed(
-                    f"the hello of {self._noun} {process} is not a message of gradwire: {error}"
+                    f"the hello of {self._noun} {process} is not a gradwire message: {error}"
                 ) from error
 
     def _receive(self, key: str, kind: str, process: int, number: int, nonce: bytes) -> bytes | None:
@@ -197,7 +197,7 @@ class DriverExchange:
             return self._post.receive(key, kind, process, number, nonce)
         except AuthenticationFailed as error:
             raise AuthenticationFailed(
-                f"a message of {self._describe(process)} cannot be trusted: {error} (the driver uses {self._auth.name})"
+                f"a message from {self._describe(process)} cannot be trusted: {error} (the driver uses {self._auth.name})"
             ) from error
 
     def _describe(self, process: int) -> str:
@@ -250,7 +250,7 @@ class ExchangeProcess:
                 poll = select.poll()
                 poll.register(self._pidfd, select.POLLIN)
                 self._is_over = bool(poll.poll(0))
-            return f"its process {self.hello.pid} ended" if self._is_over else None
+            return f"its process {self.hello.pid} exited" if self._is_over else None
 
     def kill(self) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
@@ -326,7 +326,7 @@ class WorkerExchange:
         if request is None:
             reason = self._closed()
             if reason is not None and self._old_reason is None:
-                raise RendezvousFailed(f"the driver has given up: {reason}")
+                raise RendezvousFailed(f"the driver aborted the start: {reason}")
             return False
         reply = f"{self._round}.{self._process}.reply.{self._number}"
         self._post.send(reply, "reply", self._process, self._number, self._hello.nonce, handle(request))
@@ -342,15 +342,16 @@ class WorkerExchange:
             return self._post.receive(key, kind, process, number, nonce)
         except AuthenticationFailed as error:
             raise AuthenticationFailed(
-                f"a message of the driver cannot be trusted: {error} (this process uses {self._auth.name})"
+                f"a message from the driver cannot be trusted: {error} (this process uses {self._auth.name})"
             ) from error
 
     def _late_text(self) -> str:
         if self._old_reason is not None:
-            return f"the driver has given up: {self._old_reason}"
+            return f"the driver aborted the start: {self._old_reason}"
         if self._is_taken:
             return (
-                f"another process has arrived as number {self._process} at {self._post.store.where}: start one of each"
+                f"another process with number {self._process} has arrived at {self._post.store.where}: start each "
+                "number once"
             )
         if not self._round:
             return f"the driver never arrived at {self._post.store.where}"

@@ -54,9 +54,9 @@ class SupervisionOptions:
         if self.restart not in ("never", "on-loss"):
             raise ConfigurationError(f'restart must be "never" or "on-loss", not {self.restart!r}')
         if self.lost_after_s is not None and not 0 <= self.lost_after_s < _NEVER:
-            raise ConfigurationError(f"lost_after must be 0 or more seconds, not {self.lost_after_s!r}")
+            raise ConfigurationError(f"lost_after must be a number of seconds, 0 or more, not {self.lost_after_s!r}")
         if self.max_restarts < 0:
-            raise ConfigurationError(f"max_restarts must be a whole number from 0, not {self.max_restarts!r}")
+            raise ConfigurationError(f"max_restarts must be an integer of at least 0, not {self.max_restarts!r}")
 
     @property
     def silence_s(self) -> float:
@@ -313,7 +313,9 @@ class Supervision:
             member.phase = Phase.LOST
         elif len(member.restarts) >= limit:
             member.phase = Phase.LOST
-            member.reason = f"{reason}; it was restarted {limit} times within {_WINDOW_S:g} s, and is not started again"
+            member.reason = (
+                f"{reason}; it was restarted {limit} times within {_WINDOW_S:g} s and will not be restarted again"
+            )
         else:
             is_first = member.num_short <= 1
             delay_s = 0.0 if is_first else min(_FIRST_DELAY_S * 2.0 ** (member.num_short - 2), _LONGEST_DELAY_S)
@@ -333,7 +335,7 @@ class Supervision:
             member.heard = min(now, member.heard + missed_s)
             if now - member.heard >= silence_s:
                 text = (
-                    f"it has not answered for {now - member.heard:.0f} s (stopped, or a function holds the interpreter)"
+                    f"it has not responded for {now - member.heard:.0f} s (stopped, or a function is holding the GIL)"
                 )
                 actions += self.lost(name, member.life, text, now)
             elif not member.is_asked:

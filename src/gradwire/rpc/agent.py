@@ -215,7 +215,7 @@ class Agent:
     def _outdated(self, address: WorkerAddress) -> AuthenticationFailed:
         name, reason = address.info.name, self._membership.lost_reason(address.info.name)
         if reason is not None:
-            return AuthenticationFailed(f"this incarnation of worker {name} was given up: {reason}")
+            return AuthenticationFailed(f"this incarnation of worker {name} was declared lost: {reason}")
         return AuthenticationFailed(f"a newer incarnation of worker {name} is known")
 
     def incarnation_of(self, name: str) -> int:
@@ -361,7 +361,7 @@ class Agent:
             except WorkerLost as lost:
                 known = names or [info.name for info in self.directory.infos()]
                 names = [name for name in known if name != lost.worker]
-                _log.warning("%s shuts down without waiting for %s: %s", self.info.name, lost.worker, lost)
+                _log.warning("%s is shutting down without waiting for %s: %s", self.info.name, lost.worker, lost)
                 if names == known or self.info.name not in names:
                     return
 
@@ -492,8 +492,8 @@ def _digest_of_main() -> str:
 def check_name(name: str, limit: int) -> None:
     """Refuse names that would be confusing in messages, paths or logs."""
     if not name:
-        raise InvalidName("a worker's name must be non-empty")
+        raise InvalidName("a worker's name must not be empty")
     if len(name.encode()) > limit:
-        raise InvalidName(f"a worker's name must be shorter than {limit} characters or as long, unlike {name!r}")
+        raise InvalidName(f"a worker's name must have at most {limit} characters, unlike {name!r}")
     if not is_worker_name(name):
         raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', unlike {name!r}")

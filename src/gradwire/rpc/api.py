@@ -80,7 +80,7 @@ def set_current_agent(agent: Agent | None, shut_down: ShutDown | None = None) ->
 def _check_no_agent() -> None:
     if _agent is not None and not _agent.is_closed:
         raise AlreadyInitialized(
-            f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
+            f"RPC is already initialized in this process as worker {_agent.info.name}; call shutdown() first"
             f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
         )
 
@@ -102,8 +102,8 @@ def reserved_for() -> str | None:
 def refuse_shutdown(graceful: bool, timeout: float) -> None:
     """Do what `shutdown` does in a process that a cluster started to be a worker."""
     raise RpcError(
-        f"{_reserved_for} was started by a cluster's driver, in another process, which ends it: call cluster.close() or "
-        "gradwire.rpc.shutdown() there"
+        f"{_reserved_for} was started by a cluster's driver and can only be shut down from there: call cluster.close() "
+        "or gradwire.rpc.shutdown() in the driver"
     )
 
 
@@ -131,8 +131,8 @@ def guard_hint(statement: str) -> str:
     if frame is None:
         return ""
     return (
-        f".\n{frame.f_code.co_filename}, line {frame.f_lineno}, runs because this process imports that file (as "
-        f"{frame.f_globals.get('__name__')}). Put the code that only the program itself is to run under a guard:\n\n"
+        f".\n{frame.f_code.co_filename}, line {frame.f_lineno}, runs because this process imports the file (as "
+        f"{frame.f_globals.get('__name__')}). Guard code that only the main program should run:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )
 
@@ -164,7 +164,7 @@ def init_rpc(
     _check_no_agent()
     if _reserved_for is not None:
         raise AlreadyInitialized(
-            f"this process was started by Cluster.local to be worker {_reserved_for}, and cannot be another one"
+            f"this process was started by Cluster.local as worker {_reserved_for} and cannot be another worker"
             f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
         )
     if backend is not None:
@@ -283,8 +283,8 @@ def barrier(worker_names: Sequence[str] | None = None, timeout: float = UNSET_RP
     agent = current_agent()
     if worker_names is None and not agent.directory.is_fixed:
         raise ConfigurationError(
-            "barrier() has to be told the names of the workers, because workers come and go: init_rpc was called without "
-            "world_size"
+            "barrier() needs the names of the workers, because init_rpc was called without world_size and workers may join "
+            "and leave"
         )
     try:
         _all_gather(None, worker_names, timeout)

@@ -88,7 +88,7 @@ def find_backend(backend: Any) -> BackendType:
         return backend
     name = getattr(backend, "name", backend)
     if name not in BackendType.__members__:
-        raise ConfigurationError(f"no backend {name!r}; there are {', '.join(BackendType.__members__)}")
+        raise ConfigurationError(f"unknown RPC backend {name!r}; known backends: {', '.join(BackendType.__members__)}")
     return BackendType[name]
 
 

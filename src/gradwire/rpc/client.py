@@ -226,7 +226,7 @@ class Client:
             if not is_sent:
                 calls.pop(call.call_id, None)
                 if connection.stream.is_closed:  # half of the message is out: the next call needs another connection
-                    connection.end(ConnectionClosed("a message was cut off"))
+                    connection.end(ConnectionClosed("a message was interrupted while being sent"))
         return is_sent
 
     def control(
@@ -246,7 +246,7 @@ class Client:
         def check(call: PendingCall) -> None:
             if call.error is None:
                 try:
-                    problem = f"what {to} answered to {call.function} is not valid"
+                    problem = f"worker {to} sent an invalid result for {call.function}"
                     call.value = read_plain(call.value, answer, problem)
                 except DecodeError as error:  # another one is kept: the frames of this one know the call and its value
                     call.value, call.error = None, DecodeError(str(error))
@@ -359,7 +359,9 @@ class Client:
         if call.table is None or call.table.pop(call.call_id, None) is None:
             return False
         self._tell_to_drop(call, lambda phase: None)
-        self.finish(call, None, CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here"))
+        self.finish(
+            call, None, CallCancelled(f"call to {call.function} on worker {call.worker} was cancelled by the caller")
+        )
         return True
 
     def cancel_soon(self, call: PendingCall) -> None:
@@ -419,4 +421,4 @@ class Client:
 
 
 def _closed(agent: Agent) -> NotInitialized:
-    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again, or use another Cluster")
+    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again, or start another Cluster")

@@ -106,7 +106,9 @@ class Codec:
         if isinstance(function, str):
             name: str | None = function
             if len(function) > self._limits.name_bytes:
-                raise CannotSend(f"a function's name may have {self._limits.name_bytes} characters (Limits.name_bytes)")
+                raise CannotSend(
+                    f"a function's name must have at most {self._limits.name_bytes} characters (Limits.name_bytes)"
+                )
         elif not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
         elif self._trust == "data":
@@ -136,7 +138,7 @@ class Codec:
             return function.load() if type(function) is serialization.CarriedFunction else function, args, kwargs
         args, kwargs = value
         if type(args) is not tuple or type(kwargs) is not dict:
-            raise CannotSend(f"the arguments of {describe_function(function)} are not a tuple and a dict")
+            raise CannotSend(f"the arguments of {describe_function(function)} must be a tuple and a dict")
         return function, args, kwargs
 
     def find(self, name: str) -> Callable[..., Any] | None:
@@ -158,7 +160,7 @@ class Codec:
     def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
         """Return the arguments of a control operation that arrived, checked against their type."""
         if message.notes:
-            raise DecodeError(f"{message.function} came with notes, which belong to calls")
+            raise DecodeError(f"{message.function} carries notes, which are only allowed in calls")
         values = self.rebuild_tensors(frame, message) if message.tensors else []
         args = serialization.unpack(message.codec, frame.body, values, "data", self._limits)
         return read_plain(args, kind, f"the arguments of {message.function} are not valid")  # type: ignore[no-any-return]

@@ -68,12 +68,17 @@ class Gathering:
         agent = self._agent
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
-            raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
+            raise ConfigurationError(
+                f"{agent.info.name} is not one of the workers in this all-gather: {', '.join(group)}"
+            )
         began = time.monotonic()
         packed = agent.codec.pack(value, EVERY_WORKER)
         if time.monotonic() >= deadline:
-            text = f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds, packing its value"
-            raise RpcTimeout(f"RPC ran for more than its time: {text}", agent.info.name, "send")
+            text = (
+                f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds while "
+                "serializing its value"
+            )
+            raise RpcTimeout(f"RPC ran for more than set timeout: {text}", agent.info.name, "send")
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         collector = self._collector(group)
@@ -83,7 +88,7 @@ class Gathering:
             future = agent.ask(collector, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, _ANSWER)
         answer = future.wait()
         if sorted(answer) != group:
-            raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
+            raise DecodeError(f"{collector} returned values for {', '.join(answer)}, expected {', '.join(group)}")
         return {
             name: agent.codec.unpack(codec, body, tensors, EVERY_WORKER)
             for name, (codec, body, tensors) in answer.items()
@@ -125,7 +130,7 @@ class Gathering:
         own = self._agent.info.name
         if names != sorted(set(names)) or worker not in names or own not in names:
             raise ConfigurationError(
-                f"{worker} cannot gather on {own}: both have to be among the workers, each named once"
+                f"{worker} cannot gather on {own}: both must be in the list of workers, each listed once"
             )
         if self._agent.directory.is_fixed:
             unknown = set(names) - {info.name for info in self._agent.directory.infos()}
@@ -137,9 +142,9 @@ class Gathering:
         held = [item.entries[worker] for item in self._rounds if worker in item.entries]
         limit = self._agent.config.limits.frame_bytes
         if len(held) >= _MAX_ROUNDS:
-            raise LimitExceeded(f"{worker} takes part in {len(held)} gatherings already, which wait for other workers")
+            raise LimitExceeded(f"{worker} already takes part in {len(held)} collectives that wait for other workers")
         if num_bytes + sum(len(body) + sum(tensor.nbytes for tensor in values) for _, body, values in held) > limit:
-            raise LimitExceeded(f"the values of {worker} in open gatherings exceed Limits.frame_bytes ({limit:,})")
+            raise LimitExceeded(f"the values of {worker} in open collectives exceed Limits.frame_bytes ({limit:,})")
 
     def _round_for(self, worker: str, names: list[str]) -> _Round:
         for gathering in self._rounds:
@@ -181,7 +186,7 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            error = RpcTimeout(f"these workers did not take part in time: {names}", names, "run")
+            error = RpcTimeout(f"these workers did not join in time: {names}", names, "run")
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 
@@ -210,7 +215,7 @@ class Gathering:
         while not self._agent.is_quiet:
             if time.monotonic() >= deadline:
                 raise RpcTimeout(
-                    f"calls are still under way on {self._agent.info.name}: {self._agent.statistics()}",
+                    f"calls are still in progress on {self._agent.info.name}: {self._agent.statistics()}",
                     self._agent.info.name,
                     "run",
                 )

@@ -240,7 +240,7 @@ class Connection:
         try:
             self.stream.send(answer, deadline=deadline)
         except TimeoutError:
-            self.reader.end(ConnectionClosed("the caller does not read"))
+            self.reader.end(ConnectionClosed("the caller is not reading replies"))
         except TransportError:
             self._is_welcome = False  # it gave up meanwhile, and is not dead for that
             raise
@@ -265,7 +265,7 @@ class Connection:
             if isinstance(message, Failure):
                 error = exceptions.rebuild_exception(message.error, agent.trust)
             elif frame.shortage:
-                text = f"this worker has no memory for the result of {call.function} on worker {call.worker}"
+                text = f"this worker is out of memory for the result of {call.function} on worker {call.worker}"
                 error = ResourceExhausted(f"{text}: {frame.shortage}")
             else:
                 value = agent.codec.load(frame, message, self.info, call.function)
@@ -300,13 +300,13 @@ class Connection:
                 self._goodbye = exceptions.clean(message.reason, _MAX_REASON_BYTES)
                 return
             # Decoded together with the end of the handshake, when it was still allowed.
-            raise DecodeError(f"a {type(message).__name__} message after the handshake")
+            raise DecodeError(f"a {type(message).__name__} message is not allowed after the handshake")
         call_id, requests = message.call_id, self.requests
         if call_id == NOTICE_ID:
             self.agent.notices.received(self.info, frame)
             return
         if call_id in requests:
-            raise DecodeError(f"call {call_id} came again while it is under way")
+            raise DecodeError(f"call {call_id} was received again while in progress")
         deadline = time.monotonic() + message.timeout_s if message.timeout_s > 0 else _NEVER
         requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline)
         if call_id > self.last_call_id:
@@ -315,7 +315,8 @@ class Connection:
             requests.pop(call_id, None)  # the connection may be ending
         elif frame.shortage:
             text = (
-                f"worker {self.agent.info.name} has no memory for the arguments of {message.function}: {frame.shortage}"
+                f"worker {self.agent.info.name} is out of memory for the arguments of {message.function}: "
+                f"{frame.shortage}"
             )
             self.fail(request, ResourceExhausted(text))
         elif len(requests) > self.max_in_flight and self._has_too_many():
@@ -408,7 +409,7 @@ class Connection:
     def _on_not_sent(self, what: str, error: BaseException) -> None:
         _log.info("%s could not send %s to %s: %s", self.agent.info.name, what, self.info.name, error)
         if self.stream.is_closed:  # half of it is out, and the descriptor's number may be another's soon
-            self.end(ConnectionClosed("a message was cut off"))
+            self.end(ConnectionClosed("a message was interrupted while being sent"))
 
     def end(self, error: Exception) -> None:
         """Close the connection: what is under way on it fails. Idempotent."""
@@ -425,7 +426,7 @@ class Connection:
         for call in list(self.calls.values()):
             if self.calls.pop(call.call_id, None) is not None:
                 lost = self.peer.lost(reason, call) if self.peer is not None else None
-                text = f"call of {call.function} failed: {reason}"
+                text = f"call to {call.function} failed: {reason}"
                 self.agent.client.finish(call, None, lost or WorkerLost(text, self.info.name))
         self._room.set()
 
@@ -450,7 +451,7 @@ class Connection:
         if isinstance(error, ConnectionClosed):
             reason, is_cut = "this worker closed the connection", self.peer is not None
         elif isinstance(error, DecodeError):
-            reason, is_cut = f"it sent bytes that are not a message ({error}); only this connection was closed", True
+            reason, is_cut = f"it sent an invalid message ({error}); only this connection was closed", True
             if self.peer is None:
                 _log.warning("%s closed a connection from %s: %s", agent.info.name, name, error)
         elif goodbye is not None and goodbye != "shutdown":

@@ -39,10 +39,12 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
         return function
     public = name or f"{function.__module__}:{function.__qualname__}"
     if not public or public.startswith("~"):
-        raise ConfigurationError(f"{public!r} cannot be the name of an exposed function")
+        raise ConfigurationError(f"{public!r} is not a valid name for an exposed function")
     known = exposed.get(public)
     if known is not None and known is not function and not _is_redefinition(known, function):
-        raise ConfigurationError(f"another function is exposed as {public!r}; pass name= to choose another")
+        raise ConfigurationError(
+            f"another function is already exposed as {public!r}; pass name= to choose a different name"
+        )
     exposed[public] = function
     _names[function] = public
     return function

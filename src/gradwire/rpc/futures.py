@@ -80,7 +80,9 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                     ready, -1 if left_s == float("inf") else max(0.0, min(left_s, threading.TIMEOUT_MAX))
                 )
             if not self.done():
-                raise WaitTimeout(f"no result after waiting for {timeout:g} s; what it comes from goes on: wait again")
+                raise WaitTimeout(
+                    f"no result after waiting for {timeout:g} s; the operation is still running: wait again"
+                )
         return cast(T, TorchFuture.wait(self))
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -141,7 +143,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
     def set_exception(self, result: Any) -> None:
         """Complete the future with an error; each thread that asks for its value gets a copy of its own."""
         if not isinstance(result, Exception):
-            raise TypeError(f"a future fails with an exception, not with {result!r}")
+            raise TypeError(f"set_exception() takes an exception, not {result!r}")
         make = copies_of(result)
 
         def raise_error(_: Any) -> None:
@@ -159,7 +161,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             TypeError: It cannot be called.
         """
         if not callable(callback):
-            raise TypeError(f"then(): incompatible function arguments. It takes something to call, not {callback!r}")
+            raise TypeError(f"then(): incompatible function arguments. It takes a callable, not {callback!r}")
         self.has_callbacks = True
         derived: InterruptibleFuture[S] = InterruptibleFuture()
         call_back = _in_these_surroundings(callback)
@@ -170,7 +172,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             except Exception as error:
                 derived.set_exception(_without_this_frame(error))
             except BaseException as error:  # SystemExit, say: no thread must be left waiting
-                derived.set_exception(RpcError(f"a callback ended with {type(error).__name__}: {error}"))
+                derived.set_exception(RpcError(f"a callback raised {type(error).__name__}: {error}"))
             else:
                 derived.set_result(value)
 
@@ -260,8 +262,8 @@ class CallFuture(InterruptibleFuture[T]):
                 self._client.wait(call, _deadline_of(timeout))
                 if not self.done():
                     raise WaitTimeout(
-                        f"worker {call.worker} has not answered the call of {call.function} within {timeout:g} s of "
-                        "waiting. The call goes on: wait again, or give it up with cancel()"
+                        f"worker {call.worker} has not answered the call to {call.function} within {timeout:g} s of "
+                        "waiting. The call is still running: wait again, or cancel it with cancel()"
                     )
         return cast(T, TorchFuture.wait(self))
 

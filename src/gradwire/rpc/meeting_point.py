@@ -120,18 +120,18 @@ def _check(rank: int, world_size: int | None) -> None:
     if not 0 <= rank < 1 << 16:
         raise ConfigurationError(f"rank must be between 0 and 65,535, not {rank}")
     if world_size is not None and not rank < world_size:
-        raise ConfigurationError(f"rank {rank} does not fit a world of {world_size}")
+        raise ConfigurationError(f"rank {rank} is out of range for world_size={world_size}")
 
 
 def _open_file(path: str, init_method: str, timeout_s: float) -> TorchStore:
     if not os.path.isdir(os.path.dirname(path)):  # the store would try to open it until the deadline
-        raise RendezvousFailed(f"cannot meet at {init_method}: there is no folder {os.path.dirname(path)}")
+        raise RendezvousFailed(f"cannot use {init_method}: the folder {os.path.dirname(path)} does not exist")
     try:
         # It will hold the token, which no other user may read.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         return open_file_store(path, init_method, timeout_s)
     except (RuntimeError, OSError) as error:
-        raise RendezvousFailed(f"cannot meet at {init_method}: {error}") from error
+        raise RendezvousFailed(f"cannot use {init_method}: {error}") from error
 
 
 def _open_hinted(
@@ -165,4 +165,4 @@ def _facing(host: str) -> str:
             probe.connect((host, 9))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RendezvousFailed(f"the meeting point {host} cannot be reached from here: {error}") from error
+        raise RendezvousFailed(f"the meeting point {host} cannot be reached from this machine: {error}") from error

@@ -149,7 +149,7 @@ class TorchStore:
             return decode_address(raw, ADDRESS_LIMITS) if raw else None
         except DecodeError as error:
             raise ConfigurationError(
-                f"the store at {self._where} holds no address under {_PREFIX}/{key}: {error}"
+                f"the store at {self._where} has no valid address under {_PREFIX}/{key}: {error}"
             ) from error
 
     def names(self) -> list[str]:
@@ -207,12 +207,12 @@ class TorchStore:
         while not self._turn.acquire(timeout=max(0.0, min(LOOK_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if self._is_stuck or time.monotonic() >= deadline:
-                raise self._lost("it does not answer")
+                raise self._lost("it is not responding")
 
         def run() -> T:
             try:
                 if self._is_left:
-                    raise self._lost("this worker has left")
+                    raise self._lost("this worker has shut down")
                 if self._store is None:
                     assert self._reopen is not None
                     self._store = self._reopen()
@@ -229,14 +229,14 @@ class TorchStore:
             raise self._lost(str(error)) from error
         except TimeoutError as error:
             self._is_stuck = self._turn.locked()
-            raise self._lost("it does not answer") from error
+            raise self._lost("it is not responding") from error
         except RendezvousFailed:
             raise
         except (RuntimeError, ValueError, OSError) as error:  # torch's own
             raise self._lost(str(error)) from error
 
     def _lost(self, reason: str) -> MeetingPointLost:
-        return MeetingPointLost(f"the meeting point {self._where} went away: {reason}")
+        return MeetingPointLost(f"lost the meeting point {self._where}: {reason}")
 
 
 def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
@@ -259,7 +259,7 @@ def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
     try:
         threading.Thread(target=run, name="gradwire-store", daemon=True).start()
     except RuntimeError as error:
-        raise ResourceExhausted(f"no thread can be started: {error}") from error
+        raise ResourceExhausted(f"cannot start a thread: {error}") from error
     if not _interrupts.wait(done, max(0.0, deadline - time.monotonic())):
         raise TimeoutError
     if errors:
@@ -316,12 +316,12 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
             return TorchStore(store, where, timeout_s, reopen=reopen)
         except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:
             if time.monotonic() >= deadline:
-                text = f"rank 0 never arrived: rank {rank} expected it at {where} for {timeout_s:g} s"
+                text = f"rank 0 never arrived: rank {rank} waited for it at {where} for {timeout_s:g} s"
                 raise RendezvousFailed(text) from error
             if _speaks_tls(host, port):
                 raise RendezvousFailed(
-                    f"rank 0 serves the meeting point {where} with TLS, and rank {rank} has no keys; pass tls= to every "
-                    f"rank, or to none"
+                    f"rank 0 serves the meeting point {where} with TLS, but rank {rank} has no keys; pass tls= to every "
+                    f"rank or to none"
                 ) from error
 
 

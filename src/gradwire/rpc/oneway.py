@@ -107,11 +107,11 @@ class Notices:
                 lane.end(error)
                 raise peer.lost(str(error)) from error
             except TimeoutError as error:
-                text = f"worker {to} does not read: no room for a message ({name}) in time (phase: send)"
+                text = f"worker {to} is not reading: message {name} could not be sent in time (phase: send)"
                 raise RpcTimeout(text, to, "send") from error
             finally:
                 if lane.stream.is_closed:  # half of the message may be out: the next one needs another connection
-                    lane.end(ConnectionClosed("a message was cut off"))
+                    lane.end(ConnectionClosed("a message was interrupted while being sent"))
 
     def read(self, frame: Frame) -> Any:
         """Return the note of a notice, checked; None for any other message, or one that this worker cannot handle."""
@@ -131,13 +131,15 @@ class Notices:
         try:
             handler = self._handlers.get(message.function)
             if handler is None:
-                raise NotExposed(f"notices {message.function!r} are not handled here")
+                raise NotExposed(f"this worker does not handle notices named {message.function!r}")
             if frame.shortage:
-                raise ResourceExhausted(f"this worker has no memory for it: {frame.shortage}")
+                raise ResourceExhausted(f"this worker is out of memory for it: {frame.shortage}")
             if message.notes.keys() != {_NOTE} or frame.body:
-                raise DecodeError("a notice has one note, and no arguments")
+                raise DecodeError("a notice must have one note and no arguments")
             note = read_note(message.notes[_NOTE], self._kinds[message.function])
             handler(sender, note, self._agent.codec.rebuild_tensors(frame, message) if message.tensors else [])
         except Exception as error:
-            _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
-            raise DecodeError(f"a notice {message.function} that could not be handled: {error}") from error
+            _log.exception(
+                "%s could not handle a notice %s from %s", self._agent.info.name, message.function, sender.name
+            )
+            raise DecodeError(f"a notice {message.function} could not be handled: {error}") from error

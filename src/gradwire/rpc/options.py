@@ -35,7 +35,9 @@ class RpcBackendOptions:
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if not isinstance(rpc_timeout, int | float):
             kind, given = type(self).__name__, type(rpc_timeout).__name__
-            raise TypeError(f"{kind}: incompatible constructor arguments: rpc_timeout is in seconds, not a {given}")
+            raise TypeError(
+                f"{kind}: incompatible constructor arguments: rpc_timeout must be a number of seconds, not a {given}"
+            )
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
 
@@ -146,7 +148,7 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         known = dict(self.device_maps.get(to, {}))
         known.update({torch.device(source): torch.device(target) for source, target in device_map.items()})
         if len(set(known.values())) != len(known):
-            raise ConfigurationError(f"the device map for {to} sends two devices to one: {device_map}")
+            raise ConfigurationError(f"the device map for {to} maps two devices to the same device: {device_map}")
         self.device_maps[to] = known
 
     def set_devices(self, devices: list[Any]) -> None:

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.002
 _SLICE_S = 0.05  # a thread that waits for the one that connects looks so often for Ctrl-C
 _GOODBYE_S = 0.2
-_GIVEN_UP = "connecting was given up"
+_GIVEN_UP = "the connection attempt was abandoned"
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
 
@@ -81,7 +81,7 @@ class Peer:
         while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if time.monotonic() >= deadline:
-                text = f"RPC ran for more than its time: no connection to worker {self.name} (phase: connect)"
+                text = f"RPC ran for more than set timeout: no connection to worker {self.name} (phase: connect)"
                 raise RpcTimeout(text, self.name, "connect")
         try:
             return self.lanes.get(kind) or self._open(limit)[kind]
@@ -115,8 +115,8 @@ class Peer:
             return lanes
         except TimeoutError as error:
             raise RpcTimeout(
-                f"RPC ran for more than its time: worker {self.name} took the connection but did not answer "
-                f"(phase: connect); it may be stopped or overloaded",
+                f"RPC ran for more than set timeout: worker {self.name} accepted the connection but did not "
+                f"respond (phase: connect); it may be stopped or overloaded",
                 self.name,
                 "connect",
             ) from error
@@ -134,7 +134,7 @@ class Peer:
 
     def _check_open(self) -> None:
         if self.agent.is_closed:
-            raise NotInitialized(f"worker {self.agent.info.name} has shut down; it opens no more connections")
+            raise NotInitialized(f"worker {self.agent.info.name} has shut down and cannot open new connections")
         if self.lost_reason is not None:
             raise self.lost(self.lost_reason)
 
@@ -201,9 +201,9 @@ class Peer:
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:
         """Return what to raise for a call of this worker, or because it cannot be reached."""
-        what = f"call of {call.function} on worker {self.name} failed" if call else f"worker {self.name} is lost"
+        what = f"call to {call.function} on worker {self.name} failed" if call else f"worker {self.name} is lost"
         outcome = "; it is unknown whether the function ran there" if call else ""
-        seen = f", last heard of {time.time() - self.last_seen:.1f} s ago" if self.last_seen else ""
+        seen = f", last heard from {time.time() - self.last_seen:.1f} s ago" if self.last_seen else ""
         return WorkerLost(f"{what}: {self.lost_reason or reason}{seen}{outcome}", self.name, self.last_seen)
 
     def close(self) -> None:
@@ -236,7 +236,7 @@ class PeerTable:
         name = getattr(to, "name", None)
         if isinstance(name, str):
             return name
-        raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
+        raise UnknownWorker(f"a worker must be given by its name, rank or WorkerInfo, not {to!r}")
 
     def peer(self, name: str) -> Peer:
         peer = self.by_name.get(name)
@@ -363,7 +363,7 @@ class Liveness:
             if reader.stream.channel.can_vanish:
                 wanted = now + _VANISHED_LOOK_S
                 if reader.stream.channel.is_vanished():
-                    vanished = ConnectionLost("the other machine does not acknowledge anything")
+                    vanished = ConnectionLost("the other machine is not acknowledging any data")
                     agent.reactor.run_soon(partial(reader.end, vanished))
         for name, (when, address) in list(self._doubtful.items()):
             if when > now:
@@ -392,7 +392,9 @@ class Liveness:
             if isinstance(error.__cause__, ResourceExhausted):
                 self.connection_ended(address)  # look again
             elif not self._is_settled(name):
-                agent.on_worker_ended(address, f"its control lane ended, and then: {error}", was_orderly=False)
+                agent.on_worker_ended(
+                    address, f"its control connection closed, and reconnecting failed: {error}", was_orderly=False
+                )
         except (RpcTimeout, OSError):  # it may be stopped, or this process out of descriptors
             self.connection_ended(address)
 
@@ -439,7 +441,7 @@ class StaticDirectory:
             known = self._by_name.get(name)
             if known is None and self._is_complete:
                 raise AuthenticationFailed(
-                    f"{name} of rank {rank} does not belong to this cluster of {len(self._by_name)}"
+                    f"{name} with rank {rank} does not belong to this cluster of {len(self._by_name)}"
                 )
             if known is None or known.incarnation <= address.incarnation:
                 self._by_name[name] = address
@@ -476,6 +478,6 @@ class StaticDirectory:
 
 def not_unique_text(one: WorkerInfo, other: WorkerInfo) -> str:
     return (
-        f"worker name or rank is not unique: {one.name} of rank {one.id} and {other.name} of rank {other.id}; "
-        f"every rank needs a name of its own and every name a rank of its own"
+        f"worker name or rank is not unique: {one.name} with rank {one.id} and {other.name} with rank {other.id}; "
+        f"give every worker its own name and its own rank"
     )

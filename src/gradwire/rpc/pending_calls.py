@@ -25,12 +25,12 @@ _NO_DEADLINE: Final = float("inf")
 
 PHASE_TEXT: Final = {
     "connect": "it could not be reached",
-    "send": "its connection took no more bytes, or the request had not arrived",
-    "held": "it does not serve calls yet: it holds them back until it calls gradwire.rpc.start_serving()",
-    "queue": "the call waited for a free worker thread there",
+    "send": "its connection accepted no more data, or the request had not arrived",
+    "held": "it is not serving calls yet: they are held until it calls gradwire.rpc.start_serving()",
+    "queue": "the call was waiting for a free worker thread there",
     "run": "the function was still running there",
-    "reply": "the function had ended and its result was on the way",
-    "unknown": "it did not answer when asked how far the call got (stopped, busy holding the GIL, or cut off)",
+    "reply": "the function had returned and its result was on the way",
+    "unknown": "it did not respond when asked about the call's progress (stopped, holding the GIL, or disconnected)",
 }
 
 
@@ -75,9 +75,9 @@ class PendingCall(msgspec.Struct, eq=False):
 
     def timeout_text(self, phase: str, now: float) -> str:
         return (
-            f"RPC ran for more than its time: call of {self.function} on worker {self.worker} timed out after "
+            f"RPC ran for more than set timeout: call to {self.function} on worker {self.worker} timed out after "
             f"{now - self.started:.3g} s: "
-            f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or look at what that worker does"
+            f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or check what that worker is doing"
         )
 
 

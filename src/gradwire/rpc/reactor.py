@@ -180,7 +180,7 @@ class Reactor:
             thread.start()
         except RuntimeError as error:  # a limit of the system: go on with those there are, and try again later
             if not self.lacks_thread:
-                _log.warning("%s: no further thread can be started: %s", self.name, error)
+                _log.warning("%s cannot start another thread: %s", self.name, error)
                 self.lacks_thread = True
                 self.clock.wake()
             return
@@ -350,7 +350,7 @@ class _Clock:
             for reader in readers:
                 is_any_stuck = reader.take_over_if_stuck(now - _TICK_S) or is_any_stuck
         except Exception:
-            _log.exception("%s: passing a connection on failed; please report this", self._reactor.name)
+            _log.exception("%s: handing over a connection failed; please report this", self._reactor.name)
         return is_any_stuck
 
     def _sweep(self, now: float) -> float:

@@ -193,7 +193,7 @@ class Reader:
             self.end(error)
             return
         except TimeoutError:
-            self.end(ConnectionClosed("the other side does not read its replies"))
+            self.end(ConnectionClosed("the peer is not reading its replies"))
             return
         except BaseException as error:  # never leave a connection that no thread will read again
             _log.exception("handling a frame of %r failed; please report this", self.stream)
@@ -351,7 +351,7 @@ class Reader:
         if isinstance(error, DecodeError):
             # Tell the other side why, and after the handshake that only this connection ends. One with another version of
             # the protocol does not understand it, and names that version.
-            reason = f"it cannot read what came: {error}"
+            reason = f"it cannot read the received data: {error}"
             is_in_handshake = self.stream.decoder.accept.isdisjoint((Call, Reply))
             with contextlib.suppress(TransportError, TimeoutError):
                 answer = Refused(reason) if is_in_handshake else Goodbye(reason)

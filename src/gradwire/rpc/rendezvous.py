@@ -172,7 +172,7 @@ class StoreDirectory(StaticDirectory):
         world_size = self._world_size
         if world_size is not None and address.info.id >= world_size:
             raise AuthenticationFailed(
-                f"{address.info.name} of rank {address.info.id} does not fit a world of {world_size}"
+                f"{address.info.name} has rank {address.info.id}, which is out of range for world_size={world_size}"
             )
         is_new_elsewhere = (
             self._by_name and address.info.name not in self._by_name
@@ -180,7 +180,7 @@ class StoreDirectory(StaticDirectory):
         if not self.is_fixed and is_new_elsewhere:
             published = self._look_up(address.info.id)
             if published is not None and published.info != address.info:
-                raise IdentityTaken(f"rank {address.info.id} belongs to worker {published.info.name}")
+                raise IdentityTaken(f"rank {address.info.id} already belongs to worker {published.info.name}")
         super().update(address)
         self._hints.pop(address.info.name, None)
 
@@ -201,7 +201,7 @@ class StoreDirectory(StaticDirectory):
         try:
             self.check(address.info)
         except IdentityTaken as error:
-            _log.info("the store at %s contradicts what is known: %s", self._where, error)
+            _log.info("the store at %s contradicts this worker's list of workers: %s", self._where, error)
             return False
         if address.info.name in self._by_name:
             super().update(address)
@@ -269,9 +269,9 @@ class Host:
     def _on_join(self, source: WorkerInfo, raw: bytes, world_size: int) -> InterruptibleFuture[Any]:
         address = decode_address(raw, self._agent.config.limits)
         if address.info != source:
-            raise DecodeError(f"{source.name} of rank {source.id} cannot join as {address.info!r}")
+            raise DecodeError(f"{source.name} with rank {source.id} cannot join as {address.info!r}")
         if world_size != self._world_size or source.id >= world_size:
-            text = f"{source.name} has world_size={world_size}, rank 0 has {self._world_size}"
+            text = f"{source.name} has world_size={world_size}, but rank 0 has {self._world_size}"
             self._directory.announce("refused", f"rank {source.id} ({source.name}) cannot join: {text}")
             raise ConfigurationError(text)
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
@@ -442,10 +442,10 @@ class Meeting:
         arrived = self._arrived | self._published()
         missing = [str(rank) for rank in range(self._world_size) if rank not in arrived]
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "a rank"
-        last = f" (the last attempt to join rank 0 ended with: {self._problem})" if self._problem is not None else ""
+        last = f" (the last attempt to join rank 0 failed: {self._problem})" if self._problem is not None else ""
         if refusals := self._directory.refusals():
-            last += f". Connections that the meeting point refused: {refusals}"
+            last += f". The meeting point refused these connections: {refusals}"
         return RendezvousFailed(
-            f"{who} never arrived at {self._where}: rank {self._rank} ({self._agent.info.name}) waited for a "
-            f"world of {self._world_size}. Start the missing ranks with the same init_method and world_size{last}"
+            f"{who} never arrived at {self._where}: rank {self._rank} ({self._agent.info.name}) waited for "
+            f"world_size={self._world_size}. Start the missing ranks with the same init_method and world_size{last}"
         )

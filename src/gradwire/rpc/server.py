@@ -223,7 +223,7 @@ class Server:
         ]
         num_over = len(known) - self.agent.config.limits.connections
         for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
-            reason = f"more than {self.agent.config.limits.connections} connections of one worker"
+            reason = f"more than {self.agent.config.limits.connections} connections from one worker"
             item.say_goodbye(reason)
             item.end(ConnectionClosed(reason))
 
@@ -377,7 +377,7 @@ class Server:
             try:
                 handler = self._control.get(request.function)
                 if handler is None:
-                    raise NotExposed(f"no control operation {request.function!r}")
+                    raise NotExposed(f"unknown control operation {request.function!r}")
                 kind = self._control_kinds[request.function]
                 frame, request.frame = request.frame, None
                 assert frame is not None
@@ -456,7 +456,7 @@ class Server:
         if request is None:
             return timeout_s
         if request.is_dropped:
-            raise CallCancelled(f"{request.function} was given up by its caller, so it can make no more calls")
+            raise CallCancelled(f"{request.function} was cancelled by its caller and can make no more calls")
         if request.deadline == float("inf"):
             return timeout_s
         left = request.deadline - time.monotonic()

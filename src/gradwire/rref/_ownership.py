@@ -68,8 +68,8 @@ _MAX_EXPECTED = 4096  # well above the calls that one worker may have in flight 
 _MAX_HELD = 1 << 18  # references of one worker to values of another; 25 MB of lists
 
 _LOST = "its owner is lost"
-_GONE = "its owner does not have the value any more"
-_STRUCK_OFF = "its owner could not reach this worker for a while, took it for dead and dropped its references"
+_GONE = "its owner no longer has the value"
+_STRUCK_OFF = "its owner could not reach this worker, declared it lost and dropped its references"
 
 
 class ForkPhase(enum.Enum):

@@ -144,8 +144,8 @@ class RRef(Generic[T]):
                 seconds, timeout = self._seconds(timeout), deadline - time.monotonic()
                 if timeout <= 0:
                     name = state.owner.name
-                    text = f"{self!r}: its value was not made within {seconds:.3g} s (phase: run) on worker {name}"
-                    raise RpcTimeout(f"RPC ran for more than its time: {text}. Pass a larger timeout", name, "run")
+                    text = f"{self!r}: its value was not created within {seconds:.3g} s (phase: run) on worker {name}"
+                    raise RpcTimeout(f"RPC ran for more than set timeout: {text}. Pass a larger timeout", name, "run")
         return self._ask(FETCH, (), timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
@@ -254,10 +254,10 @@ class RRef(Generic[T]):
         if transfer is None or transfer.tracker is not known:
             raise RRefError(
                 "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
-                "pass it in the arguments or the result of a call, or pickle what to_here() returns"
+                "pass it in the arguments or the result of a call, or pickle the result of to_here()"
             )
         if transfer.peer == EVERY_WORKER:
-            raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
+            raise CannotSend(f"{self!r} cannot be sent in a collective; pass it to each worker in a call")
         if transfer.contents is None:
             transfer.contents = {}
         owner = state.owner_life if isinstance(state, UserFork) else known.own
@@ -367,7 +367,7 @@ def create(
         raise
     finally:
         if call is None:  # Ctrl-C, or the error above, which counts
-            known.on_failed(state, RRefError(f"the call that was to make the value of {rref!r} was interrupted"))
+            known.on_failed(state, RRefError(f"the call that creates the value of {rref!r} was interrupted"))
     state.call = call
     if call.is_done:  # maybe before it was known here
         state.call = None
@@ -383,7 +383,7 @@ def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
     """Make a reference that arrived in a message."""
     transfer = transfers.incoming
     if transfer is None or transfer.tracker is None:
-        raise RRefError("a reference can only be unpickled when it came in a message of gradwire.rpc")
+        raise RRefError("a reference can only be unpickled from a message of gradwire.rpc")
     known: References = transfer.tracker  # type: ignore[assignment]
     rref_id, fork_id, owner, sender, maker = fields
     is_valid = is_number(rref_id) and is_number(fork_id) and is_worker(owner) and is_worker(sender)

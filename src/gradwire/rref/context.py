@@ -252,8 +252,8 @@ class References:
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
-                        text = f"the value of reference {describe(rref_id)} was never made"
-                        why = "the worker whose call was to make it gave up or died"
+                        text = f"the value of reference {describe(rref_id)} was never created"
+                        why = "the worker that made the call to create it cancelled the call or died"
                         error: Any = functools.partial(RRefError, f"{text}: {why}")
                         self._effects.defer(functools.partial(owned.fail, error))
                 case Forget(fork_id):
@@ -266,7 +266,9 @@ class References:
                     fork = self._forks.get(fork_id)
                     if fork is not None:
                         owner, name = fork.owner.name, describe(fork.rref_id)
-                        text = f"reference {name} to a value of worker {owner} is lost: {reason}. Make the value again"
+                        text = (
+                            f"reference {name} to a value of worker {owner} is lost: {reason}. Create the value again"
+                        )
                         error = functools.partial(OwnerLost, text, owner)
                         self._effects.defer(functools.partial(fork.end, error))
 
@@ -293,8 +295,8 @@ class References:
             if self._ownership.value_expected(rref_id, maker, maker or self.own):
                 return self._find_or_expect(rref_id)
         raise RRefError(
-            f"worker {self.agent.info.name} does not have the value of reference {describe(rref_id)} any more: no worker "
-            f"held a reference to it, or the holder was out of reach for a while and taken for dead. Make the value again"
+            f"worker {self.agent.info.name} no longer has the value of reference {describe(rref_id)}: no worker held "
+            f"a reference to it, or its holder was unreachable and declared lost. Create the value again"
         )
 
     def access_of(self, caller: Worker, rref_id: int) -> tuple[bool, bool, bool]:
@@ -308,7 +310,7 @@ class References:
         if user == self.own:  # not found: dropped before it was made, so that no code will see it
             return self._owned.get(rref_id) or Owned(rref_id)
         if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
-            raise DecodeError(f"worker {user[0]} asked for a value in the name of another: {describe(rref_id)}")
+            raise DecodeError(f"worker {user[0]} requested a value on behalf of another worker: {describe(rref_id)}")
         self._see(user)
         with self._lock:
             if self._ownership.value_created(rref_id, fork_id, user):
@@ -320,7 +322,8 @@ class References:
                 f"the caller holds too many references to values of worker {name}. Delete some of them first"
             )
         raise RRefError(
-            f"worker {name} did not make the value of reference {describe(rref_id)}: its call was given up before it arrived"
+            f"worker {name} did not create the value of reference {describe(rref_id)}: the call was cancelled "
+            "before it arrived"
         )
 
     def make_here(self) -> Owned:
@@ -410,7 +413,9 @@ class References:
             if is_sent:
                 self._transits[child] = Transit(time.monotonic(), status)
         if not is_sent:
-            raise RRefError(f"reference {describe(state.rref_id)} was deleted here and cannot be sent to worker {to}")
+            raise RRefError(
+                f"reference {describe(state.rref_id)} was deleted on this worker and cannot be sent to worker {to}"
+            )
         self._timer.plan(_ASK_S)
         return child, maker
 
@@ -442,14 +447,14 @@ class References:
                 self._apply(actions)
                 return state
         text = f"reference {describe(rref_id)}, sent by {sender_info.name}, cannot be used"
-        fork.end(lambda: OwnerLost(f"{text}: {info.name} does not have its value. Make the value again", info.name))
+        fork.end(lambda: OwnerLost(f"{text}: {info.name} does not have its value. Create the value again", info.name))
         return fork
 
     def _receive_own(self, rref_id: int, fork_id: int) -> Owned | UserFork:
         with self._lock:
             state = self._forks.get(fork_id) if fork_id else self._owned.get(rref_id)
             if state is None:
-                raise RRefError(f"reference {describe(rref_id)} was deleted here")
+                raise RRefError(f"reference {describe(rref_id)} was deleted on this worker")
             state.num_local += 1  # for the reference that is made of it next
             self._ownership.needed_again(rref_id, fork_id)
         return state
@@ -514,14 +519,21 @@ class References:
         num_forks = self.statistics().num_forks
         if num_forks:
             _log.info(
-                "%s leaves while it has %d references to values of other workers", self.agent.info.name, num_forks
+                "%s is shutting down while it holds %d references to values of other workers",
+                self.agent.info.name,
+                num_forks,
             )
         self.delete_all()
         while holders := self.holders():
             if time.monotonic() >= limit:
                 listed = ", ".join(f"{name} ({count})" for name, count in holders.items())
-                text = f"worker {self.agent.info.name} left while others still had references to its values: {listed}"
-                raise RpcTimeout(f"{text}. Delete them there, or call shutdown there, too", next(iter(holders)), "run")
+                text = (
+                    f"worker {self.agent.info.name} shut down while other workers still held references to its "
+                    f"values: {listed}"
+                )
+                raise RpcTimeout(
+                    f"{text}. Delete them on those workers, or call shutdown there as well", next(iter(holders)), "run"
+                )
             _interrupts.sleep(_LOOK_EVERY_S)
 
     # -- messages about references -------------------------------------------------------------------------------------
@@ -581,7 +593,7 @@ class References:
 
     def _on_batch(self, sender: WorkerInfo, batch: Batch, _: list[torch.Tensor]) -> None:
         if batch.sender[0] != sender.id:
-            raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
+            raise DecodeError(f"{sender.name} sent reference messages on behalf of worker {batch.sender[0]}")
         if batch.to != self.own or batch.sender[1] != self.agent.newest_incarnation(sender.name):
             return  # for an earlier incarnation of this worker, or from one of the other
         self._see(batch.sender)

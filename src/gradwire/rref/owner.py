@@ -94,20 +94,20 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     agent = known.agent
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):
-        raise DecodeError(f"{info.name} named another worker as the maker of reference {describe(rref_id)}")
+        raise DecodeError(f"{info.name} gave another worker as the creator of reference {describe(rref_id)}")
     is_here, is_held, can_expect = known.access_of(caller, rref_id)
     if is_held or (is_here and agent.trust == "code"):
         return
     # Ids are given out by the worker that has a value made, so no worker waits for those of another.
     if is_here or maker is None or creator_of(rref_id) != info.id:
         raise RRefError(  # the same text for what is here and what is not: ids must not be tried out
-            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
-            f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
+            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it was "
+            f"freed, or {info.name} holds no reference to it. Send {info.name} a reference first"
         )
     if not can_expect:
         raise RRefError(
-            f"worker {agent.info.name} waits for too many values that calls of {info.name} are to make, and does not wait "
-            f"for that of reference {describe(rref_id)}. Wait for earlier calls first"
+            f"worker {agent.info.name} is already waiting for too many values created by calls from {info.name}, and cannot "
+            f"wait for the value of reference {describe(rref_id)}. Wait for earlier calls first"
         )
 
 

@@ -133,7 +133,7 @@ class Outbox:
         if number <= channel.up_to or number in channel.beyond:
             return False
         if channel.num_messages > _MAX_BACKLOG:
-            raise DecodeError(f"worker {batch.sender[0]} does not take the answers to what it asks about references")
+            raise DecodeError(f"worker {batch.sender[0]} does not read the replies to its reference messages")
         channel.beyond.add(number)
         while channel.up_to + 1 in channel.beyond:
             channel.up_to += 1

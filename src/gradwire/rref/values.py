@@ -63,7 +63,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
         self.when_done(done.release)
         with while_waiting():
             if not _interrupts.acquire(done, min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-                text = f"RPC ran for more than its time: {what} (phase: run). Pass a larger timeout"
+                text = f"RPC ran for more than set timeout: {what} (phase: run). Pass a larger timeout"
                 raise RpcTimeout(text, worker, "run")
 
     def check(self) -> None:
@@ -111,7 +111,7 @@ class Owned(_Awaited, eq=False):
 
     def wait_value(self, deadline: float, worker: str) -> Any:
         """Return the value when it is made; `worker` is this worker's name."""
-        self.wait(deadline, f"the value of reference {describe(self.rref_id)} was not made", worker)
+        self.wait(deadline, f"the value of reference {describe(self.rref_id)} was not created", worker)
         return self.get()
 
     def get(self) -> Any:
@@ -182,7 +182,7 @@ def deleted(rref_id: int) -> Callable[[], Exception]:
 
 
 def _freed(rref_id: int) -> RRefError:
-    return RRefError(f"the value of reference {describe(rref_id)} was freed: no worker referred to it any more")
+    return RRefError(f"the value of reference {describe(rref_id)} was freed: no worker referred to it any longer")
 
 
 def keep_leaves(value: Any) -> Any:

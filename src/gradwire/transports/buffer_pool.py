@@ -125,7 +125,7 @@ def _map_private(capacity: int) -> mmap.mmap:
     try:
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for a buffer of {capacity} bytes") from error
+        raise MemoryError(f"cannot allocate a buffer of {capacity} bytes") from error
     if capacity >= _HUGE_FROM:
         advise(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), capacity, _MADV_HUGEPAGE)
     return memory

@@ -80,7 +80,9 @@ def sign_request(folder: Path, request: bytes, uri: str, days: int) -> tuple[byt
     """
     authority = _load_authority(folder)
     if authority is None:
-        raise ConfigurationError(f"{folder} holds no authority (ca.pem and ca.key); `gradwire keys init` makes one")
+        raise ConfigurationError(
+            f"{folder} has no certificate authority (ca.pem and ca.key); create one with `gradwire keys init`"
+        )
     key = _read_request(request)
     return _as_pem(_certify(authority, key, uri, days)), _fingerprint_of_key(key)
 
@@ -89,7 +91,9 @@ def _make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:  # not changed silently: it may be a home folder
-        raise ConfigurationError(f"{folder} is open to others (mode {mode:o}); `chmod 700` it or name a new folder")
+        raise ConfigurationError(
+            f"{folder} is accessible to other users (mode {mode:o}); run `chmod 700 {folder}` or use a new folder"
+        )
 
 
 def _load_authority(folder: Path) -> _Identity | None:
@@ -98,10 +102,10 @@ def _load_authority(folder: Path) -> _Identity | None:
     if not certificate_file.exists() and not key_file.exists():
         return None
     if not certificate_file.exists() or not key_file.exists():
-        raise ConfigurationError(f"{folder} holds one of ca.pem and ca.key; bring the other, or use a new folder")
+        raise ConfigurationError(f"{folder} has only one of ca.pem and ca.key; add the other, or use a new folder")
     certificate, key = _read_certificates(certificate_file)[0], _read_key(key_file)
     _check_pair(certificate, certificate_file, key, key_file)
-    _check_time(certificate, certificate_file, "make keys in a new folder")
+    _check_time(certificate, certificate_file, "make new keys in an empty folder")
     return _Identity(certificate, key)
 
 
@@ -230,7 +234,7 @@ class ProcessKey:
         return "<ProcessKey>"
 
     def __reduce__(self) -> str:
-        raise TypeError("a private key stays in its process; send `request()`")
+        raise TypeError("a private key must not leave its process; send `request()` instead")
 
     def request(self) -> bytes:
         """Return a certificate request (PEM) without a name: the authority decides what the certificate is good for."""
@@ -248,7 +252,7 @@ class ProcessKey:
             cipher = _cipher(shared, sealed[:_POINT_BYTES], _encode_point(self._key.public_key()))
             return cipher.decrypt(_NONCE, sealed[_POINT_BYTES:], context)
         except (ValueError, InvalidTag) as error:
-            raise AuthenticationFailed("what the driver sent was not sealed for the key of this process") from error
+            raise AuthenticationFailed("the driver's message was not sealed for this process's key") from error
 
     @contextlib.contextmanager
     def files(self, certificate: bytes, authority: bytes) -> Iterator[TlsKeys]:
@@ -277,7 +281,7 @@ class Authority:
         return "<Authority>"
 
     def __reduce__(self) -> str:
-        raise TypeError("a private key stays in its process")
+        raise TypeError("a private key must not leave its process")
 
     def sign(self, request: bytes, uri: str) -> bytes:
         """Return a certificate (PEM) for the key of a request, good for `uri` alone, whatever else the request asks for.
@@ -318,9 +322,9 @@ def _read_request(pem: bytes) -> ec.EllipticCurvePublicKey:
     except (ValueError, UnsupportedAlgorithm) as error:
         raise AuthenticationFailed(f"not a certificate request in PEM format: {error}") from error
     if not is_signed:
-        raise AuthenticationFailed("a certificate request that is not signed with its own key")
+        raise AuthenticationFailed("a certificate request is not signed with its own key")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, _CURVE):
-        raise AuthenticationFailed(f"a certificate request for another kind of key than {_CURVE.name}")
+        raise AuthenticationFailed(f"a certificate request must be for a {_CURVE.name} key")
     return key
 
 
@@ -350,7 +354,7 @@ def check_files(keys: TlsKeys) -> None:
             f"{keys.certificate} was not signed by {keys.ca}; take both from one `make_keys` folder"
         )
     _check_time(certificate, keys.certificate, "run `make_keys` again with the same folder to renew it")
-    _check_time(issuer, keys.ca, "make keys in a new folder")
+    _check_time(issuer, keys.ca, "make new keys in an empty folder")
 
 
 class CertificateFacts(NamedTuple):
@@ -443,7 +447,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     content = _read_file(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        raise ConfigurationError(f"{path} can be read by others (mode {mode:o}); `chmod 600 {path}`")
+        raise ConfigurationError(f"{path} is readable by other users (mode {mode:o}); run `chmod 600 {path}`")
     try:
         key = serialization.load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
@@ -457,4 +461,4 @@ def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}; `make_keys` writes it") from error
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}; create it with `make_keys`") from error

@@ -310,7 +310,7 @@ class BorrowedSlots:
             if not 0 < num_bytes <= slot.capacity:
                 raise DecodeError(f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}")
             if slot.loan is not None:
-                raise DecodeError(f"slot {ref.slot_id} was lent again while it is in use")
+                raise DecodeError(f"slot {ref.slot_id} was sent again while in use")
             if slot.state.value == FILLING:
                 self.unfilled.append(slot)
             return slot.borrow(num_bytes)
@@ -343,7 +343,7 @@ class BorrowedSlots:
     def _add_slot(self, fd: int) -> None:
         slot_id, capacity = check_memfd(fd)
         if slot_id in self._slots:
-            raise DecodeError(f"slot {slot_id} came twice")
+            raise DecodeError(f"slot {slot_id} was received twice")
         if not self._fits(capacity):
             self._drop_retired()
         if not self._fits(capacity):
@@ -486,18 +486,18 @@ def check_memfd(fd: int) -> tuple[int, int]:
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError as error:  # a file, a socket, a pipe
-        raise DecodeError(f"a file descriptor arrived that is not shared memory: {error}") from error
+        raise DecodeError(f"received a file descriptor that is not shared memory: {error}") from error
     if seals & ~_SEAL_EXEC != _SEALS:
-        raise DecodeError("a file descriptor arrived that does not have the seals of a slot")
+        raise DecodeError("received a file descriptor without the seals of a slot")
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise DecodeError("a file descriptor arrived that is not shared memory of this user")
+        raise DecodeError("received a file descriptor of shared memory that belongs to another user")
     capacity = status.st_size - PAGE
     if capacity < PAGE or capacity & (capacity - 1):
-        raise DecodeError(f"a slot of {capacity} bytes arrived, which is not a power of two from {PAGE}")
+        raise DecodeError(f"received a slot of {capacity} bytes, which is not a power of two of at least {PAGE}")
     slot_id: int = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _NUMBER_AT))[0]
     if slot_id > _MAX_NUMBER:
-        raise DecodeError(f"a slot of number {slot_id} arrived")
+        raise DecodeError(f"received a slot with the invalid number {slot_id}")
     return slot_id, capacity
 
 

@@ -202,7 +202,7 @@ class StreamConnection:
         is_cut = False  # whether part of a frame may be out
         try:
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here")
+                raise ConnectionClosed(f"{self.label} was closed by this worker")
             if self._held_back:
                 buffers = [b"".join(self._held_back), *buffers]
             elif not buffers:
@@ -222,7 +222,7 @@ class StreamConnection:
         except ConnectionLost:
             is_cut = False  # it has ended, and what came before its end can still be read
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here") from None
+                raise ConnectionClosed(f"{self.label} was closed by this worker") from None
             raise
         finally:
             if is_cut:
@@ -236,7 +236,7 @@ class StreamConnection:
             if deadline is not None:
                 left = min(_SLICE_S, deadline - time.monotonic())
                 if left <= 0:
-                    raise TimeoutError(f"another message still occupies {self.label}")
+                    raise TimeoutError(f"another message is still being sent on {self.label}")
 
     def _write_rest(self, buffers: list[Buffer], written: int, deadline: float | None) -> None:
         rest: list[Buffer] = [memoryview(item).cast("B") for item in buffers]
@@ -255,7 +255,7 @@ class StreamConnection:
         event = select.POLLIN if self.channel.write_waits_for_reading() else select.POLLOUT
         while not _poll(self.channel.fileno(), event, 200):
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.label} took no bytes")
+                raise TimeoutError(f"{self.label} accepted no bytes")
         if self.is_closed:
             raise ConnectionLost(f"{self.label} ended")
 
@@ -280,14 +280,14 @@ class StreamConnection:
             num_bytes = self.channel.read_into(scratch if target is None else target)
         except ConnectionLost:
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here") from None
+                raise ConnectionClosed(f"{self.label} was closed by this worker") from None
             raise
         if num_bytes is None:
             return None
         if num_bytes == 0:
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here")
-            raise ConnectionLost(f"{self.label} was ended by the other side")
+                raise ConnectionClosed(f"{self.label} was closed by this worker")
+            raise ConnectionLost(f"{self.label} was closed by the peer")
         self.bytes_received += num_bytes
         frames = decoder.advance(num_bytes) if target is not None else decoder.feed(scratch[:num_bytes])
         if self._slots is not None and self._slots.unfilled:
@@ -314,14 +314,14 @@ class StreamConnection:
         # Asked first: what was filled before the end counts. Without an event to wait for, unread bytes do not hide it.
         has_ended = _poll(self.channel.fileno(), 0, _SLEEP_MS)
         if self.is_closed:
-            raise ConnectionClosed(f"{self.label} was closed here")
+            raise ConnectionClosed(f"{self.label} was closed by this worker")
         if self._slots.are_filled():
             frames, self._unfilled = self._unfilled, []
             return frames
         if has_ended:
-            raise ConnectionLost(f"{self.label} was ended by the other side")
+            raise ConnectionLost(f"{self.label} was closed by the peer")
         if time.monotonic() > self._fill_deadline:
-            raise DecodeError(f"shared memory that was announced was not filled within {_FILL_S:g} s")
+            raise DecodeError(f"announced shared memory was not filled within {_FILL_S:g} s")
         return []
 
     def has_hidden_bytes(self) -> bool:
@@ -338,7 +338,9 @@ class StreamConnection:
             frames = self.read_nowait()
             if frames:
                 if len(frames) > 1:
-                    raise DecodeError(f"{len(frames)} messages at once in a handshake, which takes turns")
+                    raise DecodeError(
+                        f"received {len(frames)} messages at once in a handshake, which allows one at a time"
+                    )
                 return frames[0]
             if frames is None:
                 left = deadline - time.monotonic()
@@ -550,7 +552,7 @@ def _num_bytes(buffer: Buffer) -> int:
 def check_exhausted(error: OSError) -> None:
     """Tell a process that is out of descriptors from a peer that does not listen."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-        raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
+        raise ResourceExhausted(f"cannot open a connection: {error}; raise the limit (ulimit -n)") from error
 
 
 def end_socket(sock: socket.socket) -> None:

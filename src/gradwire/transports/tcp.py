@@ -137,10 +137,10 @@ def _records(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def _translate(error: Exception) -> TransportError:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return AuthenticationFailed(f"the other side's certificate is not of this cluster: {error.verify_message}")
+        return AuthenticationFailed(f"the peer's certificate does not belong to this cluster: {error.verify_message}")
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return AuthenticationFailed(
-            f"no TLS 1.3 connection ({error.reason or error}); both sides need keys made from one cluster authority"
+            f"TLS 1.3 handshake failed ({error.reason or error}); both sides need keys from the same cluster authority"
         )
     return ConnectionLost(f"the connection broke: {error}")
 
@@ -180,7 +180,7 @@ def _listen(host: str, first: int, last: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == last:
                 raise
-    raise AssertionError("a range has at least one port")
+    raise AssertionError("a port range needs at least one port")
 
 
 class TcpTransport:
@@ -204,7 +204,7 @@ class TcpTransport:
     ) -> None:
         if keys is None and not is_loopback(host):
             raise ConfigurationError(
-                f"tcp would listen on {host} without keys, and anyone could connect; make keys with "
+                f"tcp would listen on {host} without keys, so that anyone could connect; make keys with "
                 f"gradwire.transports.tls.make_keys and pass tls=, or bind 127.0.0.1"
             )
         self._host, self._port = host, port
@@ -222,11 +222,11 @@ class TcpTransport:
     def connect(self, uri: str, deadline: float) -> StreamConnection:
         host, port, is_tls = _split_uri(uri)
         if self._client is None and is_tls:
-            raise AuthenticationFailed(f"{uri} wants TLS and this worker has no keys; pass tls= to every worker")
+            raise AuthenticationFailed(f"{uri} requires TLS, but this worker has no keys; pass tls= to every worker")
         if self._client is not None and not is_tls:
-            raise AuthenticationFailed(f"{uri} listens without TLS and this worker has keys; pass tls= to every worker")
+            raise AuthenticationFailed(f"{uri} does not use TLS, but this worker has keys; pass tls= to every worker")
         if self._client is None and not is_loopback(host):
-            raise AuthenticationFailed(f"{uri} is on another machine and this worker has no keys; pass tls=")
+            raise AuthenticationFailed(f"{uri} is on another machine, but this worker has no keys; pass tls=")
         try:
             sock = _connect(host, int(port), deadline)
         except (OSError, ValueError, OverflowError) as error:  # the latter two: that is not a port

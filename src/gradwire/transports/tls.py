@@ -48,13 +48,15 @@ def make_keys(folder: str | Path, names: Iterable[str] = ("worker",), *, days: i
     """
     wanted, base = list(names), Path(folder)
     if isinstance(names, str) or days < 1 or not all(map(_is_name, wanted)):
-        raise ConfigurationError(f"make_keys needs a list of names, none empty, and days from 1, not {names!r}, {days}")
+        raise ConfigurationError(
+            f"make_keys needs a list of non-empty names and days of at least 1, not {names!r}, {days}"
+        )
     from gradwire.transports import certificates  # with the cryptography library, which most workers never need
 
     try:
         certificates.write_keys(base, {_uri_of(name): keys_for(base, name) for name in wanted}, days)
     except OSError as error:
-        raise ConfigurationError(f"cannot write keys to {base}: {error}; name a folder that can be written") from error
+        raise ConfigurationError(f"cannot write keys to {base}: {error}; choose a writable folder") from error
 
 
 def make_request(folder: str | Path, name: str) -> tuple[TlsKeys, Path, str]:
@@ -78,11 +80,9 @@ def make_request(folder: str | Path, name: str) -> tuple[TlsKeys, Path, str]:
     try:
         return files, request, certificates.write_request(files, request)
     except FileExistsError as error:
-        raise ConfigurationError(f"{files.key} exists already; remove it to make a new key") from error
+        raise ConfigurationError(f"{files.key} already exists; remove it to make a new key") from error
     except OSError as error:
-        raise ConfigurationError(
-            f"cannot write keys to {folder}: {error}; name a folder that can be written"
-        ) from error
+        raise ConfigurationError(f"cannot write keys to {folder}: {error}; choose a writable folder") from error
 
 
 def sign_request(folder: str | Path, request: str | Path, name: str, *, days: int = 365) -> tuple[bytes, str]:
@@ -137,9 +137,9 @@ def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
         uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
         names = frozenset(names_of_uris(uris))
     except ValueError as error:
-        raise AuthenticationFailed(f"the other side's certificate cannot be read: {error}") from error
+        raise AuthenticationFailed(f"the peer's certificate cannot be read: {error}") from error
     if not names:
-        raise AuthenticationFailed("the other side's certificate names no worker; make it with `make_keys`")
+        raise AuthenticationFailed("the peer's certificate does not name a worker; make one with `make_keys`")
     return names
 
 
@@ -148,8 +148,8 @@ def check_identity(names: Iterable[str], worker_name: str) -> None:
     allowed = frozenset(names)
     if ANY_WORKER not in allowed and worker_name not in allowed:
         raise AuthenticationFailed(
-            f"worker {worker_name!r} showed a certificate for {sorted(allowed)}; start it with the one that `make_keys` "
-            f"has written for {worker_name!r}"
+            f"worker {worker_name!r} presented a certificate for {sorted(allowed)}; start it with the one that `make_keys` "
+            f"wrote for {worker_name!r}"
         )
 
 
@@ -165,7 +165,7 @@ def names_of_uris(uris: Iterable[str]) -> list[str]:
 
 def _check_name(name: str) -> None:
     if not _is_name(name):
-        raise ConfigurationError(f"a worker's name must be text that is not empty, not {name!r}")
+        raise ConfigurationError(f"a worker's name must be a non-empty string, not {name!r}")
 
 
 def _is_name(name: str) -> bool:

@@ -61,7 +61,7 @@ class UnixListener(SocketListener):
         check_private(path.parent)
         if len(os.fsencode(path)) > _PATH_BYTES:
             raise ConfigurationError(
-                f"{path} is longer than the {_PATH_BYTES} bytes of a Unix socket; use a shorter folder"
+                f"{path} is longer than the {_PATH_BYTES} bytes allowed for a Unix socket; use a shorter folder"
             )
         self._path = path
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -115,7 +115,7 @@ class UnixTransport:
                 check_exhausted(error)
                 raise ConnectFailed(f"no answer at {uri}: {error}") from error
             if uid != os.geteuid():
-                raise AuthenticationFailed(f"{uri} belongs to user {uid}, not to user {os.geteuid()}")
+                raise AuthenticationFailed(f"{uri} belongs to user {uid}, not user {os.geteuid()}")
             undo.pop_all()
         return _make_connection(sock, self._options, uri)
 

@@ -98,11 +98,11 @@ def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
     kind = type(exc)
     message = _attempt(
         lambda: str.__str__(str(exc)),  # plain text, where that is of a subclass of str
-        lambda error: f"(its text cannot be shown: str() raised {type(error).__name__})",
+        lambda error: f"(message unavailable: str() raised {type(error).__name__})",
     )
     text = _attempt(
         lambda: _format_traceback(exc),
-        lambda error: f"(the traceback cannot be shown: {type(error).__name__})",
+        lambda error: f"(traceback unavailable: {type(error).__name__})",
     )
     type_name = _attempt(
         lambda: clean(f"{kind.__module__}:{kind.__qualname__}", 512), lambda error: "builtins:BaseException"
@@ -139,7 +139,7 @@ def clean(text: str, max_bytes: int | None = None) -> str:
     raw = _UNSAFE.sub(_escape, ends).encode()
     if len(raw) <= max_bytes:
         return raw.decode()
-    note = f"\n... {len(text) - max_bytes} of {len(text)} characters cut ...\n"
+    note = f"\n... {len(text) - max_bytes} of {len(text)} characters omitted ...\n"
     half = max(0, max_bytes - len(note)) // 2
     if half == 0:
         return raw[:max_bytes].decode(errors="ignore")

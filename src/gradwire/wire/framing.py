@@ -62,7 +62,7 @@ _MAX_KNOWN_NAMES: Final = 256
 _PREFIX: Final = struct.Struct("<8sIQI")  # the front, then the two lengths and the checksum
 _FIRST_AFTER_HANDSHAKE: Final = 16
 _SMALL_BYTES: Final = 64 << 10  # a smaller payload is copied at once when all of it is there
-_DEAD: Final = "this connection carried bytes that are not a frame; nothing after them is read"
+_DEAD: Final = "this connection received invalid bytes earlier; nothing after them is read"
 _encode_header: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -190,32 +190,32 @@ class FrameDecoder:
         if header_bytes > (limits.handshake_bytes if kind.is_in_handshake else limits.header_bytes):
             raise LimitExceeded(f"a header of {header_bytes} bytes is larger than this worker accepts")
         if payload_bytes > (limits.frame_bytes if kind.has_payload else 0):
-            raise LimitExceeded(f"a {kind.name} message with a payload of {payload_bytes} bytes is refused here")
+            raise LimitExceeded(f"a {kind.name} message with a payload of {payload_bytes} bytes is not accepted here")
         after: int = start + header_bytes
         if end < after:
             self._head, self._head_bytes = bytearray(data[offset:]), PREFIX_BYTES + header_bytes
             return end
         header = bytes(data[start:after])  # a copy: notes stay in it
         if crc32(header, (kind.seed ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF) != checksum:  # as in `encode`
-            raise DecodeError("the checksum of a frame does not fit its header")
+            raise DecodeError("the checksum of a frame does not match its header")
         if header_bytes > SCAN_FROM:
             check_structure(header, limits)
         try:
             message = kind.decode(header)
         except RecursionError as error:
-            raise LimitExceeded("a header that is nested too deeply") from error
+            raise LimitExceeded("a header is nested too deeply") from error
         except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
             raise DecodeError(f"not a {kind.name} message: {error}") from error
         if not kind.has_payload:
             _check_message(message, limits)
             # A second spelling of the same message could hide fields that are never read. Calls are hot, and cannot.
             if _encode_header(message) != header:
-                raise DecodeError(f"a {kind.name} message that is not in its one spelling")
+                raise DecodeError(f"a {kind.name} message is not in canonical form")
             frames.append(Frame(message, b"", []))
             return after
         expected = _check_payload(message, limits, self._shared_dtypes, self._known_names)
         if expected != payload_bytes:
-            raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
+            raise DecodeError(f"a payload has {payload_bytes} bytes, but its parts add up to {expected}")
         if payload_bytes >= _SMALL_BYTES or end < after + payload_bytes:
             self.payload = IncomingPayload(message, self._allocate, self._map_slot)
             return after
@@ -288,7 +288,7 @@ class IncomingPayload:
         except (MemoryError, OSError):  # the rest of the frame is skipped, so that the connection can go on
             later = self._parts[len(self._buffers) + 1 :]
             self._num_skipped = num_bytes + sum(part.num_bytes for part in later if part and part.slot is None)
-            self._shortage = f"no memory for {num_bytes:,} bytes"
+            self._shortage = f"cannot allocate {num_bytes:,} bytes"
             self._buffers = [bytearray()] * len(self._parts)
             return True
         self._buffers.append(buffer)
@@ -370,8 +370,8 @@ def _explain_front(front: bytes) -> str:
         return f"peer is not a gradwire endpoint: its bytes start with {magic!r}, not {MAGIC!r}"
     if version != PROTOCOL_VERSION:
         return (
-            f"peer uses protocol version {version}, this worker {PROTOCOL_VERSION}; install one version of gradwire "
-            f"everywhere"
+            f"peer uses protocol version {version}, but this worker uses {PROTOCOL_VERSION}; install the same version of "
+            f"gradwire everywhere"
         )
     if flags or reserved:
         return f"unknown frame flags {flags:#x}, {reserved:#x}"

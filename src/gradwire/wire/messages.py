@@ -215,7 +215,7 @@ def read_note(note: Note, kind: type[N]) -> N:
     try:
         return _note_decoders[kind].decode(note)  # type: ignore[no-any-return]
     except RecursionError as error:
-        raise DecodeError(f"a {kind.__name__} that is nested too deeply") from error
+        raise DecodeError(f"a {kind.__name__} is nested too deeply") from error
     except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
         raise DecodeError(f"not a valid {kind.__name__}: {error}") from error
 
@@ -252,7 +252,7 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
     check_text(address.host, "a host's identity", _MAX_TEXT_BYTES)
     check_text(address.main, "a script's digest", _MAX_TEXT_BYTES)
     if len(address.uris) > _MAX_URIS:
-        raise LimitExceeded(f"a worker with {len(address.uris)} addresses; at most {_MAX_URIS} are accepted")
+        raise LimitExceeded(f"a worker has {len(address.uris)} addresses; at most {_MAX_URIS} are accepted")
     for uri in address.uris:
         check_text(uri, "an address", _MAX_TEXT_BYTES)
 
@@ -260,6 +260,6 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
 def check_text(text: str, what: str, max_bytes: int) -> None:
     """Refuse a short text that is too long or has control characters."""
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
-        raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
+        raise LimitExceeded(f"{what} has more than {max_bytes} bytes")
     if _UNPRINTABLE.search(text):
-        raise DecodeError(f"{what} with control characters: {text!r}")
+        raise DecodeError(f"{what} contains control characters: {text!r}")

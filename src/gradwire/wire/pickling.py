@@ -125,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
-            raise DecodeError(f"tensor {pid!r} does not exist ({len(self._tensors)} came)")
+            raise DecodeError(f"tensor {pid!r} does not exist ({len(self._tensors)} were received)")
         return self._tensors[pid]
 
 
@@ -190,8 +190,8 @@ _PROTOCOL: Final = 5
 _LOCAL: Final = {
     ("torch.distributed.tensor", "DTensor"): "send its local part, tensor.to_local()",
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "wait for it first, tensor.wait()",
-    ("torch._subclasses.fake_tensor", "FakeTensor"): "it has no elements; make the call outside of its mode",
-    ("torch._subclasses.functional_tensor", "FunctionalTensor"): "make the call outside of the function transform",
+    ("torch._subclasses.fake_tensor", "FakeTensor"): "it has no elements; make the call outside FakeTensorMode",
+    ("torch._subclasses.functional_tensor", "FunctionalTensor"): "make the call outside the function transform",
 }
 
 
@@ -221,7 +221,7 @@ def _check_leaves_home(tensor: torch.Tensor) -> None:
     if _torch.is_functorch_wrapped_tensor(tensor):
         raise CannotSend(
             "this tensor cannot be sent: it belongs to a function transform (vmap, grad, functionalize); make the call "
-            "outside of it"
+            "outside it"
         )
 
 
@@ -267,8 +267,9 @@ def _rebuild_tracked(rebuild: Callable[..., Any], *args: Any) -> Any:
     if is_cut_off:  # in a recorded call
         kind = type(made)
         raise CannotSend(
-            f"gradients do not get through a {kind.__module__}.{kind.__qualname__}: what its __reduce_ex__ rebuilds is not "
-            f"connected to the tensor that it is rebuilt from. Send that tensor, or detach() it"
+            f"gradients cannot flow through a {kind.__module__}.{kind.__qualname__}: the object that its "
+            "__reduce_ex__ rebuilds is "
+            f"not connected to the tensor it is built from. Send that tensor instead, or detach() it"
         )
     return made
 
@@ -402,7 +403,7 @@ def _global_names(code: CodeType) -> tuple[str, ...] | None:
 
 def _from_fields(fields: list[Any]) -> CarriedFunction:
     if len(fields) != 1 or type(fields[0]) is not bytes:
-        raise DecodeError("a function by value is one pickle")
+        raise DecodeError("a function sent by value must be a single pickle")
     return CarriedFunction(*fields)
 
 
@@ -485,7 +486,7 @@ def resolve_function(name: str) -> Callable[..., Any]:
 def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, qualname = name.partition(":")
     if not module_name or not qualname:
-        raise ImportError(f"{name!r} is not a valid function name; it should be module:qualname")
+        raise ImportError(f"{name!r} is not a valid function name; expected module:qualname")
     module = sys.modules.get(module_name) or _import(module_name, name)
     found = _walk(module, qualname)
     if found is None:

@@ -43,7 +43,7 @@ _NATIVE_DECODED: Final = _NATIVE | {int}
 _TENSOR_MARKS: Final = tuple(Ext(_TENSOR, struct.pack("<I", index)) for index in range(64))
 _MARKS: Final = {code: Ext(code, b"") for code in range(_TUPLE, _CLASS)}
 _TUPLE_MARK: Final = _MARKS[_TUPLE]
-_TOO_DEEP: Final = "a value cannot be sent: it is nested deeper than Limits.depth allows, or it contains itself"
+_TOO_DEEP: Final = "a value cannot be sent: it is nested more deeply than Limits.depth allows, or contains itself"
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _MAX_EQUAL_HASHES: Final = 100
 
@@ -182,7 +182,9 @@ class _Incoming:
         if index == self.num_named < len(self.tensors):
             self.num_named = index + 1
         elif index >= self.num_named:
-            raise DecodeError(f"tensor {index} is named out of order or does not exist ({len(self.tensors)} came)")
+            raise DecodeError(
+                f"tensor {index} is referenced out of order or does not exist ({len(self.tensors)} were received)"
+            )
         return self.tensors[index]
 
 
@@ -193,11 +195,11 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], lim
         raw = _decode_msgpack(body)
         value = raw if type(raw) in _NATIVE_DECODED else _decode(raw, incoming, limits.depth)
     except RecursionError as error:
-        raise LimitExceeded(f"arguments nested deeper than {limits.depth} levels") from error
+        raise LimitExceeded(f"arguments are nested more than {limits.depth} levels deep") from error
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, struct.error) as error:
         raise DecodeError(f"not plain data: {error}") from error
     if incoming.num_named != len(tensors):
-        raise DecodeError(f"{len(tensors)} tensors came, and the arguments name {incoming.num_named}")
+        raise DecodeError(f"{len(tensors)} tensors were received, but the arguments reference {incoming.num_named}")
     return value
 
 
@@ -209,7 +211,7 @@ def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
             return incoming.tensor_at(int.from_bytes(raw.data, "little"))
         return _VALUES[raw.code](bytes(raw.data))
     if depth <= 0:
-        raise LimitExceeded("arguments nested deeper than Limits.depth allows")
+        raise LimitExceeded("arguments are nested more deeply than Limits.depth allows")
     if kind is list:
         mark = raw[0] if raw else None
         if type(mark) is not Ext or mark.code < _TUPLE:
@@ -237,7 +239,7 @@ def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any
 def _check_hashes(keys: list[Any]) -> list[Any]:
     """Refuse keys chosen to share one hash: a thousand of them are slow to insert, a million take the worker down."""
     if len(keys) > _MAX_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES:
-        raise DecodeError(f"a set or dict with more than {_MAX_EQUAL_HASHES} keys of one hash")
+        raise DecodeError(f"a set or dict has more than {_MAX_EQUAL_HASHES} keys with the same hash")
     return keys
 
 
@@ -252,12 +254,12 @@ def _make_instance(items: list[Any], data: bytes) -> Any:
         entry = BY_NAME.get(name)
     if entry is None:
         raise DecodeError(
-            f"no class is registered here as {name[:200]!r} (gradwire.wire.serialization.register_plain_class)"
+            f"no class is registered as {name[:200]!r} on this worker; call gradwire.wire.serialization.register_plain_class"
         )
     try:
         return entry.from_fields(items)
     except Exception as error:  # the constructor's own check of its arguments
-        raise DecodeError(f"{name} cannot be made of what came: {error}") from error
+        raise DecodeError(f"{name} cannot be built from the received fields: {error}") from error
 
 
 def _three(items: list[Any]) -> tuple[Any, Any, Any]:
@@ -364,7 +366,7 @@ def _dataclass(cls: type, name: str) -> PlainClass:
         item._field_type is dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
         for item in annotations.values()
     ):
-        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not kept; use register_plain_type")
+        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not stored; use register_plain_type")
     given = [item.name for item in fields if item.init]
     derived = [item.name for item in fields if not item.init]
     names = given + derived
@@ -385,7 +387,7 @@ def _register(entry: PlainClass) -> None:
         known = BY_NAME.get(entry.name)
         # A cell of a notebook that is run again defines its classes again; the newest one counts.
         if known is not None and _type_name(known.kind) != _type_name(entry.kind):
-            raise ConfigurationError(f"the name {entry.name!r} is taken by {known.kind!r}")
+            raise ConfigurationError(f"the name {entry.name!r} is already registered for {known.kind!r}")
         BY_NAME[entry.name] = entry
         BY_KIND[entry.kind] = entry
 
@@ -467,10 +469,10 @@ def _scan(raw: bytes, most: int) -> None:
     stack: list[int] = []  # of every open container: items to come, negative for a map
     while True:
         if offset >= end:
-            raise DecodeError("arguments that end too early")
+            raise DecodeError("arguments end too early")
         length_bytes, extra, kind = _MSGPACK_KINDS[raw[offset]]
         if stack and stack[-1] < 0 and stack[-1] % 2 == 0 and kind != _STRING:
-            raise DecodeError("a map whose keys are not text")
+            raise DecodeError("a map has keys that are not text")
         body_at = offset + 1 + length_bytes
         count = extra + int.from_bytes(raw[offset + 1 : body_at], "big") if length_bytes else extra
         if stack:
@@ -480,7 +482,9 @@ def _scan(raw: bytes, most: int) -> None:
             num_items += count * kind
             stack.append(count if kind == _ARRAY else -2 * count)
             if num_items > most or len(stack) > _SAFE_RECURSION:
-                raise LimitExceeded(f"arguments of more than {most} items, or nested more than {_SAFE_RECURSION} deep")
+                raise LimitExceeded(
+                    f"arguments have more than {most} items, or are nested more than {_SAFE_RECURSION} levels deep"
+                )
         else:
             offset = body_at + count
         while stack and stack[-1] == 0:

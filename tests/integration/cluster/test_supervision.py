@@ -193,7 +193,9 @@ def test_calls_fail_at_once_while_a_worker_is_restarted(
     wait_until(lambda: says_so(lambda: first.call(os.getpid)))
     wait_until(lambda: says_so(lambda: second.call(ask_pid, "worker0")))
     assert cluster.wait_for_workers(1) == (second,)
-    with pytest.raises(RpcTimeout, match=r"1 of 2 workers serve after 0.05 s; worker0: killed by SIGKILL; it is being"):
+    with pytest.raises(
+        RpcTimeout, match=r"1 of 2 workers were ready after 0.05 s; worker0: killed by SIGKILL; it is being"
+    ):
         cluster.wait_for_workers(2, timeout=0.05)
     may_start.set()
     assert cluster.wait_for_workers(2) == (first, second)
@@ -254,7 +256,7 @@ def test_two_workers_that_are_killed_at_once(cluster: Cluster) -> None:
 def test_without_restarts_waiting_for_a_lost_worker_ends_at_once() -> None:
     with Cluster.local(2) as cluster:
         kill(cluster.workers[0])
-        with pytest.raises(WorkerLost, match=r"only 1 of 2 workers can still serve; worker0: killed by SIGKILL"):
+        with pytest.raises(WorkerLost, match=r"only 1 of 2 workers can still become ready; worker0: killed by SIGKILL"):
             cluster.wait_for_workers()
         assert cluster.wait_for_workers(1) == cluster.workers[1:]
 
@@ -486,7 +488,7 @@ def test_removing_lets_calls_under_way_end_and_wins_over_a_restart(
 
 
 def test_wrong_changes(cluster: Cluster) -> None:
-    with pytest.raises(ConfigurationError, match="has a worker called worker0 already"):
+    with pytest.raises(ConfigurationError, match="already has a worker named worker0"):
         cluster.add_workers(1, names=["worker0"])
     with pytest.raises(ConfigurationError, match="letters, digits"):
         cluster.add_workers(1, role="a b")
@@ -510,7 +512,7 @@ def test_a_worker_that_cannot_be_added_leaves_the_cluster_as_it_was(
     monkeypatch.syspath_prepend(str(tmp_path))
     with Cluster.local(1, imports=["fragile"], env={"BROKEN": str(tmp_path / "broken")}) as cluster:
         (tmp_path / "broken").touch()
-        with pytest.raises(WorkerStartFailed, match=r"(?s)worker\d ended before it was ready.*ValueError: broken"):
+        with pytest.raises(WorkerStartFailed, match=r"(?s)worker\d exited before it was ready.*ValueError: broken"):
             cluster.add_workers(2)
         assert [worker.name for worker in cluster.workers] == ["worker0"]
         (tmp_path / "broken").unlink()

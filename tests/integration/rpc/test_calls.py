@@ -214,7 +214,7 @@ def test_backend_registry() -> None:
     assert options.rpc_timeout == 5.0
     with pytest.raises(RuntimeError, match="already registered"):
         backend_registry.register_backend("TENSORPIPE", rpc.RpcOptions, lambda: None)
-    with pytest.raises(ConfigurationError, match="no backend 'MPI'"):
+    with pytest.raises(ConfigurationError, match="unknown RPC backend 'MPI'"):
         backend_registry.init_backend("MPI")
 
 

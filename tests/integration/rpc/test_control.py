@@ -151,7 +151,7 @@ def test_a_call_id_cannot_be_used_twice_at_once(agent: Agent, calls: StreamConne
         calls.send(Call(1, held, 0.0, packed.codec, 0), b"", (), time.monotonic() + 5)
     answer = receive(calls)
     assert isinstance(answer, Goodbye)
-    assert "call 1 came again" in answer.reason
+    assert "call 1 was received again" in answer.reason
     handlers.gate.set()
 
 

@@ -35,4 +35,4 @@ def test_a_name_that_fits_none_or_several_is_an_error_that_shows_them(
 def test_without_any_cluster_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
         find_socket("train", [])
-    assert "you have no cluster open on this machine" in capsys.readouterr().err
+    assert "you have no open clusters on this machine" in capsys.readouterr().err
