@@ -302,16 +302,16 @@ BY_NAME: dict[str, PlainClass] = {}
 
 
 def register_plain_class(cls: type[T], name: str | None = None) -> type[T]:
-    """Let instances of a dataclass, named tuple or enum travel between workers as plain data, with any trust.
+    """Register a dataclass, named tuple or enum as plain data, which can be sent at any trust level.
 
-    Both sides have to register it. May be used as a decorator.
+    Both workers must register it. Can be used as a decorator.
 
     Args:
         cls: The class. Subclasses are not included.
-        name: What the workers call it; by default ``module:qualname``.
+        name: Its name in messages; ``module:qualname`` by default.
 
     Raises:
-        ConfigurationError: The class is of another kind, needs values its fields do not hold, or the name is taken.
+        ConfigurationError: The class is of another kind or needs values that its fields do not hold, or the name is taken.
     """
     name = _type_name(cls) if name is None else name
     if dataclasses.is_dataclass(cls):
@@ -336,13 +336,13 @@ def register_plain_type(
     to_fields: Callable[[T], Sequence[Any]],
     from_fields: Callable[[list[Any]], T],
 ) -> None:
-    """Let instances of any class travel as plain data, by functions that take them apart and put them together.
+    """Register any class as plain data, with functions that convert its instances to fields and back.
 
     Args:
         cls: The class. Subclasses are not included.
-        name: What the workers call it.
-        to_fields: Returns the values to send; they may be anything that can travel.
-        from_fields: Makes an instance of the values that came. They are foreign data: check them.
+        name: Its name in messages.
+        to_fields: Returns the values to send; they may be anything that can be sent.
+        from_fields: Makes an instance from the received values. They are untrusted: validate them.
 
     Raises:
         ConfigurationError: The name is taken.
@@ -351,7 +351,7 @@ def register_plain_type(
 
 
 def register_plain_number(cls: type[int]) -> None:
-    """Let instances of a subclass of `int` travel as the plain number, without what the subclass adds."""
+    """Register a subclass of `int` whose instances are sent as the plain number, without the subclass's attributes."""
     _ENCODERS[cls] = lambda value, table, depth: _encode_int(int(value), table, depth)
 
 
@@ -385,7 +385,7 @@ def _dataclass(cls: type, name: str) -> PlainClass:
 def _register(entry: PlainClass) -> None:
     with _lock:
         known = BY_NAME.get(entry.name)
-        # A cell of a notebook that is run again defines its classes again; the newest one counts.
+        # A notebook cell that is run again redefines its classes; the newest definition counts.
         if known is not None and _type_name(known.kind) != _type_name(entry.kind):
             raise ConfigurationError(f"the name {entry.name!r} is already registered for {known.kind!r}")
         BY_NAME[entry.name] = entry
@@ -397,7 +397,7 @@ _homes: dict[str, str] = {}  # modules, by a name or by what a name has before i
 
 
 def set_home(name: str, module: str) -> None:
-    """Set which module registers a name, or all names that begin with ``name.``."""
+    """Set the module that registers a name, or all names that start with ``name.``."""
     _homes[name] = module
 
 
@@ -414,8 +414,8 @@ def import_module(name: str) -> ModuleType:
     """Import a module, after the packages that it is in.
 
     Python imports a submodule although another thread is still importing its package. If modules of the package import each
-    other, one of the two threads then fails: with a deadlock error, or because it sees half of a module. To import the package
-    by its own name first waits for the other thread.
+    other, one of the two threads then fails: with a deadlock error, or because it sees a partly imported module. Importing
+    the package by its own name first waits for the other thread.
     """
     packages = name.split(".")[:-1]
     for end in range(1, len(packages) + 1):

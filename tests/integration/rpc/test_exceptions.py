@@ -53,7 +53,7 @@ def test_attributes_that_cannot_travel_stay_behind(pair: list[Agent]) -> None:
 
 
 def test_exception_that_cannot_be_shown(pair: list[Agent]) -> None:
-    with pytest.raises(RemoteCallFailed, match=r"CannotBeShown on worker 'b'.*cannot be shown"):
+    with pytest.raises(RemoteCallFailed, match=r"CannotBeShown on worker 'b'.*unavailable"):
         rpc.rpc_sync("b", handlers.raise_cannot_be_shown)
 
 

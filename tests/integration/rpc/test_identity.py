@@ -127,7 +127,7 @@ def test_where_workers_come_and_go_the_store_has_the_first_word(make_puppets: Ma
         "import msgspec\nagent = rpc._get_current_rpc_agent()\n"
         "agent.address = msgspec.structs.replace(agent.address, info=type(agent.info)('z', 0))"
     )
-    with pytest.raises(PuppetError, match="rank 0 belongs to worker a"):
+    with pytest.raises(PuppetError, match="rank 0 already belongs to worker a"):
         third.do("rpc.rpc_sync('b', h.pid)")
     assert second.do("rpc.rpc_sync(0, h.pid)") == first.pid
 

@@ -352,10 +352,10 @@ def _fail_to_meet(puppets: list[Puppet], where: str, options: list[str]) -> list
     ("scheme", "wrong", "reason"),
     [
         ("file", "tls={other}, transports=('tcp',)", "certificate"),
-        ("file", "", 'trust="code" there, trust="data" here'),
+        ("file", "", 'peer has trust="code", this worker trust="data"'),
         ("file", "transports=('tcp',)", "this worker has no keys"),
         ("file", "tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder'), transports=('tcp',)", "no such folder"),
-        ("tcp", "tls={good}, trust='code'", 'trust="code" there, trust="data" here'),
+        ("tcp", "tls={good}, trust='code'", 'peer has trust="code", this worker trust="data"'),
     ],
     ids=["another authority", "no keys", "no keys for tcp", "keys that are missing", "another trust level"],
 )

@@ -58,7 +58,7 @@ def test_a_caller_with_another_protocol_gets_an_answer(
         answer = sock.recv(4096)
     assert MESSAGE_TYPES[answer[3]] is Refused
     assert answer[2] == PROTOCOL_VERSION  # what the caller reads first, and names in its error
-    words = f"peer uses protocol version {PROTOCOL_VERSION - 1}, but this worker uses {PROTOCOL_VERSION}; install the same version"
+    words = f"peer uses protocol version {PROTOCOL_VERSION - 1}, but this worker uses {PROTOCOL_VERSION}; install"
     assert words in msgspec.msgpack.decode(answer[PREFIX_BYTES:], type=Refused).reason
     assert wait_until(lambda: any(words in record.getMessage() for record in caplog.records))
 
@@ -79,7 +79,9 @@ def test_a_listener_with_another_protocol_is_named(make_agents: MakeAgents) -> N
         uri = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         other = WorkerAddress(WorkerInfo("newer", 1), 1, "elsewhere", (uri,))
         (agent,) = make_agents("a", directory=StaticDirectory([other]), transports=("tcp",))
-        words = f"newer is lost.*protocol version {PROTOCOL_VERSION + 1}, this worker {PROTOCOL_VERSION}; install one"
+        words = (
+            f"newer is lost.*protocol version {PROTOCOL_VERSION + 1}, but this worker uses {PROTOCOL_VERSION}; install"
+        )
         with pytest.raises(WorkerLost, match=words):
             agent.call("newer", len, ((),))
         thread.join(5.0)

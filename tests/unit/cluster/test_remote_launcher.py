@@ -178,7 +178,7 @@ def test_versions_that_differ_are_named_with_the_place(change: dict[str, str], w
         honest_until_assigned(hang), lambda process, question, deadline: introduce(process, there)
     )
     assert text.startswith("worker driver runs ")
-    assert f"and worker at slot 1 on node1 {words}" in text
+    assert f"but worker at slot 1 on node1 runs {words}" in text
     assert "install the same version" in text
     assert not any(isinstance(item, Assign) for process in scheduler.processes for item in process.asked)
 
@@ -195,7 +195,7 @@ def test_request_that_is_not_one_gets_no_certificate() -> None:
 def test_process_that_says_it_is_another_worker() -> None:
     ready = enrolment.encode(Ready(WorkerAddress(WorkerInfo("worker7", 7), 1, "x", ("tcp://127.0.0.1:1?tls",))))
     text, _ = fail_to_start(honest_until_assigned(send(ready)))
-    assert text.startswith("worker0 (slot 0) answered as WorkerInfo(id=7, name=worker7)")
+    assert text.startswith("worker0 (slot 0) replied as WorkerInfo(id=7, name=worker7)")
 
 
 def test_worker_that_does_not_listen_where_it_says() -> None:

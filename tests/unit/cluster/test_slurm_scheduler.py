@@ -55,7 +55,7 @@ def test_options_of_sbatch_by_name() -> None:
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"nodes": 0}, "nodes must be a whole number from 1"),
+        ({"nodes": 0}, "nodes must be an integer of at least 1"),
         ({"workers_per_node": True}, "workers_per_node must be"),
         ({"executor": "pbs"}, 'executor must be "slurm" or "local"'),
         ({"executor": "local", "nodes": 2}, "nodes must be 1"),

@@ -151,7 +151,7 @@ def test_processes_that_wait_learn_why_the_driver_gave_up() -> None:
     process = Process(store, 1, SharedSecret(b"s" * 32))
     driver.wait_hellos([1], soon())
     driver.give_up("rank 2 never arrived")
-    assert str(process.end()) == "the driver has given up: rank 2 never arrived"
+    assert str(process.end()) == "the driver aborted the start: rank 2 never arrived"
 
 
 def test_ranks_that_never_arrive_are_named() -> None:
@@ -257,7 +257,7 @@ def test_a_process_on_this_machine_is_watched_and_can_be_ended() -> None:
         process = ExchangeProcess(driver, 1, hello, "a place")
         assert process.end_reason() is None
         process.kill()
-        wait_until(lambda: process.end_reason() == f"its process {child.pid} ended")
+        wait_until(lambda: process.end_reason() == f"its process {child.pid} exited")
         child.wait(10)
         process.kill()
     process.close()
@@ -274,7 +274,7 @@ def test_a_process_that_ends_without_an_answer_is_not_waited_for() -> None:
         exchange.serve(bytes, lambda: False, time.monotonic())
     hello = msgspec.structs.replace(driver.wait_hellos([1], soon())[1], pid=child.pid)
     process = ExchangeProcess(driver, 1, hello, "a place")
-    with pytest.raises(WorkerStartFailed, match=f"a place could not become a worker: its process {child.pid} ended"):
+    with pytest.raises(WorkerStartFailed, match=f"a place could not become a worker: its process {child.pid} exited"):
         process.exchange(b"?", soon())
 
 

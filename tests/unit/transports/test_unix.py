@@ -91,7 +91,7 @@ def test_another_user_is_not_let_in(transport: UnixTransport, monkeypatch: pytes
         patch.setattr(unix, "peer_uid", lambda sock: os.geteuid() + 1)
         assert listener.accept_nowait() is None
     near.decoder.accept = ANYTHING
-    assert "ended" in str(end_of(near))
+    assert "closed by the peer" in str(end_of(near))
     near.close()
     listener.close()
 
