@@ -60,15 +60,15 @@ _REMOVED = "it was removed from the cluster"
 
 
 class Member:
-    """One worker of a cluster, through all of its lives.
+    """One worker of a cluster, across restarts.
 
     Attributes:
-        spec: How it is started.
-        handle: Its process; the latest one.
+        spec: How to start it.
+        handle: Its latest process.
         life: The number of that process in `Supervision`.
-        told: The state of the cluster that the process has confirmed, as the monitor counts them.
-        rebuilding: Held while the program rebuilds what the process is to hold.
-        worker: What the program has of it.
+        told: The number of the latest membership state that the process has confirmed.
+        rebuilding: Held while the program rebuilds the state of the process.
+        worker: The handle that the program uses.
     """
 
     def __init__(self, monitor: Monitor, spec: WorkerSpec, handle: WorkerHandle, life: int) -> None:
@@ -93,12 +93,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MembershipEvent:
-    """A change among the workers of a cluster.
+    """A change in the membership of a cluster.
 
     Attributes:
         kind: ``joined``, ``lost``, ``restarted`` or ``left``.
         worker: The worker.
-        reason: Why, for ``lost`` and ``left``.
+        reason: The reason, for ``lost`` and ``left``.
     """
 
     kind: MembershipChange
@@ -107,14 +107,14 @@ class MembershipEvent:
 
 
 class Monitor:
-    """The workers of one cluster, in the driver.
+    """Starts, watches and restarts the workers of a cluster, in the driver.
 
     Args:
-        agent: The driver's own worker.
-        launcher: Starts and ends processes.
-        options: When a worker counts as lost, and what follows.
-        on_restart: Called with a worker that was started again, in a thread of its own, before it counts as restarted.
-        start_timeout_s: How long it may take to start a worker again.
+        agent: The driver's agent.
+        launcher: Starts and stops processes.
+        options: When a worker counts as lost, and whether it is restarted.
+        on_restart: Called with a restarted worker, in its own thread, before it counts as restarted.
+        start_timeout_s: Seconds within which a restarted worker must be ready.
 
     Raises:
         ConfigurationError: The options contradict each other.

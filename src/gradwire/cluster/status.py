@@ -1,4 +1,4 @@
-"""`Cluster.status`: one frozen record for each worker, shown as a table, and where its numbers come from."""
+"""`Cluster.status`: a frozen record for each worker, shown as a table, and how its numbers are collected."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ _STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "le
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker at one moment.
+    """Snapshot of one worker.
 
     Attributes:
-        name: Its name.
-        rank: Its rank.
-        role: What the program uses it for.
-        pid: Process id, or None if no process was made.
-        state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to), ``lost`` (it was not) or ``restarting``.
-        uptime_s: Seconds since its start, until its end.
-        rss_bytes: Memory resident now; None when it did not answer the question.
-        calls_served: Calls it has answered; None when it did not answer the question.
-        restarts: How often it was started again.
-        exit_reason: How it ended, e.g. ``killed by SIGKILL``; None while it runs.
+        name: Name of the worker.
+        rank: Rank of the worker.
+        role: Role of the worker.
+        pid: Process id, or None if no process was started.
+        state: ``starting``, ``running``, ``leaving``, ``ended`` (as requested), ``lost`` (unexpectedly) or ``restarting``.
+        uptime_s: Seconds from its start until now or its end.
+        rss_bytes: Resident memory; None if the worker did not respond.
+        calls_served: Number of calls answered; None if the worker did not respond.
+        restarts: Number of restarts.
+        exit_reason: How its process ended, e.g. ``killed by SIGKILL``; None while it runs.
     """
 
     name: str
@@ -49,7 +49,7 @@ class WorkerStatus:
 
 
 class ClusterStatus(tuple[WorkerStatus, ...]):
-    """The workers in the order of their ranks. ``print`` and rich show it as a table."""
+    """Status of all workers in order of rank. ``print`` and rich show it as a table."""
 
     __slots__ = ()
 
@@ -89,7 +89,7 @@ def _cells(worker: WorkerStatus) -> list[str]:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time for people: ``3.2 s``, from a minute on ``0:01:15``."""
+    """Format a duration: ``3.2 s``, or ``0:01:15`` from a minute on."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
