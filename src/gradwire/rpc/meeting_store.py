@@ -1,7 +1,7 @@
-"""What workers that were started separately leave for each other to find: a token, their addresses, a note.
+"""The store through which separately started workers exchange a token, their addresses and a note.
 
-`MeetingStore` is what the meeting needs. `TorchStore` keeps it in a store of torch's: a file, or a TCP service without
-encryption or authentication, for one machine. `gradwire.rpc.secure_store` serves it over TLS, for several.
+`MeetingStore` is the interface. `TorchStore` uses one of torch's stores: a file, or a TCP service without encryption or
+authentication, for one machine. `gradwire.rpc.secure_store` serves it over TLS, for several machines.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from gradwire.wire.messages import decode_address, encode_address
 T = TypeVar("T")
 
 LOOK_S = 0.05
-"""How often to look for what is not there yet."""
+"""How often to poll for an entry that does not exist yet."""
 
 ANSWER_S = 2.0
-"""How long a store may take for an answer while a call waits for it."""
+"""How long a store may take to respond while a call waits for it."""
 
 ADDRESS_LIMITS = Limits(name_bytes=1024)
-"""What a store may hold."""
+"""Maximum size of a store's contents."""
 
 _OPEN_S = 2.0  # for one attempt to open torch's client, which cannot be interrupted
 _PREFIX = "gradwire"
 
 
 class MeetingPointLost(RendezvousFailed):
-    """The store does not answer, or is gone; before all workers have met, it may be opened again."""
+    """The store does not respond or no longer exists; until all workers have met, it may be opened again."""
 
 
 class MeetingStore(Protocol):
-    """Where the workers of a cluster meet. Every method raises `MeetingPointLost` if the store does not answer.
+    """The store of a cluster's rendezvous. Every method raises `MeetingPointLost` if the store does not respond.
 
     Attributes:
-        is_served_here: Whether it is this process that serves it, and so takes it along when it ends.
+        is_served_here: Whether this process serves the store, which then ends with it.
     """
 
     is_served_here: bool
@@ -64,10 +64,10 @@ class MeetingStore(Protocol):
         """
 
     def find(self, worker: str | int) -> WorkerAddress | None:
-        """Return what was published under a name or a rank.
+        """Return the address published under a name or a rank.
 
         Raises:
-            ConfigurationError: There is something, but it is not an address.
+            ConfigurationError: The entry is not a valid address.
         """
 
     def names(self) -> list[str]:
@@ -80,28 +80,28 @@ class MeetingStore(Protocol):
         """Return the last note and its age in seconds; an empty one if there is none."""
 
     def refusals(self) -> str:
-        """Return which connections were refused, for people; empty if none was, or if that is not known here."""
+        """Return the refused connections as text; empty if there were none or they are not known here."""
 
     def rest(self) -> None:
         """Hold no connection until the next question; this worker has met the others."""
 
     def leave(self, info: WorkerInfo) -> None:
-        """Let go of the store and its port, and forget this worker where the store outlives it. Idempotent."""
+        """Release the store and its port, and remove this worker from a store that outlives it. Idempotent."""
 
 
 class TorchStore:
-    """A meeting in a store of torch's.
+    """A `MeetingStore` on top of one of torch's stores.
 
-    torch's operations cannot be interrupted and may wait for long, so each runs in a thread of its own.
+    torch's operations cannot be interrupted and may block for long, so each runs in its own thread.
 
     Args:
-        store: torch's.
-        where: For messages to people.
-        timeout_s: How long an operation may take until `rest` is called.
+        store: torch's store.
+        where: Its address, for error messages.
+        timeout_s: Timeout of an operation until `rest` is called.
         is_served_here: See `MeetingStore`.
         outlives_workers: Whether it is a file.
-        reopen: Makes the store again for a question after `rest`. The process that serves it may end before this one, and a
-            client that is used then prints C++ stack traces, so none is kept.
+        reopen: Opens the store again for a query after `rest`. The process that serves it may exit before this one, and a
+            client used after that prints C++ stack traces, so none is kept open.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class TorchStore:
         self._is_left = False
         self._turn = threading.Lock()  # held while a thread uses the store; guards `_store`
         self._store = store
-        self._is_stuck = False  # whether an operation did not end in time, and still runs: others need not wait for it
+        self._is_stuck = False  # whether an operation timed out and is still running: others need not wait for it
 
     def agree_on_token(self) -> bytes:
-        token = secrets.token_hex(32)  # the first to come chooses
+        token = secrets.token_hex(32)  # the first worker chooses
         return self._ask(lambda store: bytes(store.compare_set(f"{_PREFIX}/token", "", token)))
 
     def publish(self, address: WorkerAddress) -> None:
@@ -170,7 +170,7 @@ class TorchStore:
         return ""
 
     def read(self, key: str) -> bytes:
-        """Return what is under a key; empty if nothing is."""
+        """Return the value of a key; empty if there is none."""
         return self._ask(lambda store: _get(store, key))
 
     def write(self, key: str, value: bytes) -> None:
@@ -181,10 +181,10 @@ class TorchStore:
         self._drop_if_unused()
 
     def leave(self, info: WorkerInfo) -> None:
-        """Let go of the store, and forget the worker in a file.
+        """Release the store, and remove the worker from a file.
 
-        A store that is served is not told: it may end at the same moment, of which torch would print C++ stack traces. A
-        worker that looks for this one finds that nothing listens at its address.
+        A server is not notified: it may exit at the same moment, for which torch would print C++ stack traces. A worker
+        that looks for this one finds that nothing listens at its address.
         """
         if self._outlives_workers and not self._is_left:
             with contextlib.suppress(MeetingPointLost):
@@ -244,7 +244,7 @@ def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
 
     Raises:
         ResourceExhausted: No thread can be started.
-        TimeoutError: The function has not ended by the deadline.
+        TimeoutError: The function has not returned by the deadline.
     """
     done, results, errors = threading.Event(), list[T](), list[Exception]()
 
@@ -292,10 +292,10 @@ def serve_tcp_store(host: str, port: int, timeout_s: float) -> TorchStore:
 
 
 def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchStore:
-    """Return torch's TCP store that another process serves, once it is there.
+    """Wait for torch's TCP store that another process serves, and return it.
 
     Raises:
-        RendezvousFailed: It is not there in time, or takes keys.
+        RendezvousFailed: It does not appear in time, or requires keys.
     """
     where, deadline = f"tcp://{host}:{port}", time.monotonic() + timeout_s
 
@@ -326,10 +326,10 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
 
 
 def _listen(host: str, port: int) -> int | None:
-    """Return a descriptor that listens on loopback alone; left to itself, the store would listen on all interfaces.
+    """Return a descriptor that listens only on loopback; by default, the store would listen on all interfaces.
 
-    None where something listens there already: another store of this process, which is then shared, or a real conflict,
-    about which the store complains.
+    None if the port is in use: by another store of this process, which is then shared, or by another program, which the
+    store reports.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -355,11 +355,11 @@ def _connect(host: str, port: int) -> socket.socket:
 
 @_interrupts.interruptible
 def _speaks_tls(host: str, port: int) -> bool:
-    """Return whether what listens there answers the beginning of a TLS connection."""
+    """Return whether the server at that address speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with _connect(host, port) as sock, context.wrap_socket(sock):
             return True
-    except OSError:  # errors of ssl, too: no keys are shown here, but those come only after TLS has begun
+    except OSError:  # includes ssl errors: no keys are presented here, but that fails only after TLS has started
         return False
