@@ -1,6 +1,6 @@
 """The commands of `gradwire`, with their options and help texts.
 
-What a command needs is imported when it runs: the help has to appear at once.
+Each command imports what it needs when it runs, so that the help appears at once.
 """
 
 from __future__ import annotations
@@ -113,10 +113,10 @@ def run(
     """Run a program in several processes on this machine.
 
     Each process knows its rank from its environment: [bold]init_rpc[/], [bold]Cluster.from_env()[/] and
-    torch.distributed find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT there. What the processes print
-    has the rank in front.
+    torch.distributed find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT there. The output of each process
+    is prefixed with its rank.
 
-    If one fails, the others are ended. Ctrl-C ends all; so does the end of this command, by any means.
+    If one fails, the others are stopped. All are stopped on Ctrl-C, and if this command dies for any reason.
 
     [bold]Examples[/]
 
@@ -202,7 +202,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     self_test: Annotated[bool, typer.Option(help="Start a worker, call it and compare a gradient.")] = True,
 ) -> None:
-    """Check whether this machine and Python can run gradwire well, and say what to do where they cannot."""
+    """Check whether this machine and Python installation can run gradwire, and suggest fixes for problems."""
     from gradwire.cli.doctor import show_findings
 
     raise typer.Exit(show_findings(as_json=as_json, with_self_test=self_test))
@@ -224,9 +224,9 @@ def init(
     ] = None,
     days: _Days = 365,
 ) -> None:
-    """Make the keys of a cluster: an authority, and a certificate and key for each name.
+    """Create the keys of a cluster: an authority, and a certificate and key for each name.
 
-    An authority that is in the folder already is used again: that is how workers are added and certificates renewed.
+    An authority that already exists in the folder is reused: run this again to add workers or renew certificates.
 
     [bold]Examples[/]
 
@@ -240,7 +240,7 @@ def init(
 
 @_command(keys)
 def request(folder: _Folder, name: _WorkerName) -> None:
-    """Make a key where a worker will run, and a request that the holder of the authority can sign.
+    """Create a key on the machine where a worker will run, and a request for the holder of the authority to sign.
 
     The private key does not leave this machine.
 
@@ -281,7 +281,7 @@ def sign(
 def show(
     paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Certificates, or folders that contain them.")],
 ) -> None:
-    """Show what certificates are good for, until when, and their fingerprints.
+    """Show which workers certificates are valid for, their expiry dates and fingerprints.
 
     Exits with 1 if one of them has expired or was not signed by the ca.pem beside it.
     """

@@ -1,4 +1,4 @@
-"""`gradwire doctor`: what gradwire needs from this machine and this Python, looked at one by one.
+"""`gradwire doctor`: checks what gradwire needs from this machine and this Python.
 
 Each check is a function that returns findings. Those that judge numbers take them as arguments, so that they can be tested;
 `_CHECKS` has them in the order in which they are shown.
@@ -54,14 +54,14 @@ _OPTIONAL = {"ray": "gradwire[ray]", "submitit": "gradwire[slurm]", "safetensors
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check found.
+    """Result of one check.
 
     Attributes:
-        section: What it belongs to.
-        name: What was looked at.
+        section: Section of the report.
+        name: What was checked.
         level: ``ok``, ``warn`` (gradwire works, with a drawback) or ``fail``.
-        detail: What was found.
-        next_step: What to do; empty where nothing has to be done.
+        detail: The finding.
+        next_step: What to do; empty if there is nothing to do.
     """
 
     section: str
@@ -75,7 +75,7 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def show_findings(*, as_json: bool, with_self_test: bool) -> int:
-    """Run all checks and print what they found, each line when it is known; return the exit code."""
+    """Run all checks, printing each result as it becomes available; return the exit code."""
     findings = []
     section = ""
     for finding in run_checks(with_self_test=with_self_test):
@@ -108,7 +108,7 @@ def run_checks(*, with_self_test: bool) -> Iterator[Finding]:
     for check in _CHECKS:
         try:
             yield from check()
-        except Exception as error:  # a system that is odd in a way that no check knows
+        except Exception as error:  # a system that is unusual in a way no check expects
             yield Finding("Other", check.__name__.strip("_"), "warn", f"could not be checked: {error!r}")
     if with_self_test:
         yield from _self_test()
@@ -235,7 +235,7 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 
 
 def judge_tasks(limits: dict[str, int]) -> Finding:
-    """Judge how many processes and threads may exist; `limits` has what was found, by where it comes from."""
+    """Judge the limits on processes and threads; `limits` has them by source."""
     if not limits:
         return Finding("Limits", "threads", "ok", "no limit")
     source, smallest = min(limits.items(), key=lambda item: item[1])
@@ -469,7 +469,7 @@ def judge_clock(now_s: float, state: int) -> Finding:
 
 
 def _self_test() -> Iterator[Finding]:
-    """Start a worker in a process of its own, so that a crash or a hang of it is a finding."""
+    """Start a worker in a separate process, so that a crash or hang is reported as a finding."""
     command = [sys.executable, "-m", "gradwire.cli.self_test"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SELF_TEST_S, check=False)
@@ -486,7 +486,7 @@ def _self_test() -> Iterator[Finding]:
 
 
 def judge_self_test(start_s: float, call_us: float, is_equal: bool, error: float) -> Iterator[Finding]:
-    """Judge what `gradwire.cli.self_test` has measured."""
+    """Judge the measurements of `gradwire.cli.self_test`."""
     yield Finding("Self test", "start", "ok", f"a worker answered after {start_s:.1f} s (importing torch)")
     level: Level = "ok" if call_us < _SLOW_CALL_US else "warn"
     step = "" if level == "ok" else "the machine is busy, or its processors are shared: try again when it is idle"

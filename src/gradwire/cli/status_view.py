@@ -41,7 +41,7 @@ def show_status(wanted: str | None, *, as_json: bool) -> None:
 
 
 def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> None:
-    """Print the status again and again, until the cluster is closed."""
+    """Print the status repeatedly until the cluster is closed."""
     if wanted is None:
         paths = list_sockets()
         if len(paths) != 1:
@@ -69,7 +69,7 @@ def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> Non
 
 
 def find_socket(wanted: str, paths: list[Path]) -> Path:
-    """Return the socket of the cluster that was named: by its name, the beginning of it, or the driver's process id."""
+    """Return the socket of a cluster given by its name, a prefix of it, or the driver's process id."""
     names = {_name_of(path): path for path in paths}
     if wanted in names:
         return names[wanted]

@@ -1,4 +1,4 @@
-"""What all clusters have in common at their start: options, and whether this process can be a driver."""
+"""Options common to all clusters, and the check whether this process can be a driver."""
 
 from __future__ import annotations
 
@@ -72,11 +72,11 @@ class ClusterOptions:
         return dict(zip(self._names(), each, strict=False))
 
     def infos(self) -> list[WorkerInfo]:
-        """Return names and ranks of the workers, and of the driver at the end."""
+        """Return names and ranks of the workers, followed by those of the driver."""
         return [WorkerInfo(name, rank) for rank, name in enumerate((*self._names(), DRIVER))]
 
     def spec(self, info: WorkerInfo, config: WorkerConfig, addresses: tuple[WorkerAddress, ...] = ()) -> WorkerSpec:
-        """Return what a launcher needs to start that worker."""
+        """Return the spec from which a launcher starts that worker."""
         return WorkerSpec(
             info=info,
             config=config,

@@ -1,6 +1,6 @@
-"""What started this process: torchrun, mpirun, srun, SkyPilot, or a program that sets GRADWIRE_* variables.
+"""Detect the launcher of this process: torchrun, mpirun, srun, SkyPilot, or a program that sets GRADWIRE_* variables.
 
-`detect` reads environment variables and nothing else. `gradwire.cluster.environment_scheduler` makes a cluster of it.
+`detect` only reads environment variables. `gradwire.cluster.environment_scheduler` makes a cluster from the result.
 
 The more specific launcher wins, because launchers nest: torchrun runs under srun or on SkyPilot, and mpirun starts its
 daemons with srun, whose variables the ranks then inherit.
@@ -28,14 +28,14 @@ class LaunchEnvironment:
     """One rank of a program that was started on every rank.
 
     Attributes:
-        launcher: For people, e.g. ``torchrun``.
+        launcher: Name of the launcher, e.g. ``torchrun``.
         run_id: The same on every rank of a run.
-        rank: Of this process; 0 is the driver.
-        world_size: Ranks, the driver included.
-        master: Host and port of the store that all ranks reach; None where they share a machine and need none.
-        serves_store: Whether rank 0 has to serve the store; if not, the launcher does.
-        is_one_host: Whether the launcher says that all ranks share a machine; None if it does not say.
-        restart: How often the launcher has started this rank before, for people: it may differ between machines.
+        rank: Rank of this process; 0 is the driver.
+        world_size: Number of ranks, including the driver.
+        master: Host and port of the store that all ranks use; None if they share a machine and need none.
+        serves_store: Whether rank 0 serves the store; otherwise the launcher does.
+        is_one_host: Whether all ranks share a machine; None if the launcher does not provide that.
+        restart: Number of earlier starts of this rank, for messages only: it may differ between machines.
     """
 
     launcher: str
@@ -56,24 +56,24 @@ class LaunchEnvironment:
 
     @property
     def topic(self) -> str:
-        """What tells this run from others of the same user on the same machines."""
+        """Identifies this run among others of the same user on the same machines."""
         where = "{}:{}".format(*self.master) if self.master else "-"
         return f"{self.launcher}/{self.run_id}/{where}/{self.world_size}"
 
     @property
     def shares_machine(self) -> bool:
-        """Whether this rank is on the machine of rank 0, as far as that can be told without talking to it."""
+        """Whether this rank is on the machine of rank 0, as far as that is known without contacting it."""
         return self.is_one_host is True or self.master is None or is_here(self.master[0])
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Return what the environment says about this process.
+    """Detect the launcher and this process's rank from environment variables.
 
     Args:
         environ: The variables; those of this process if not given.
 
     Raises:
-        ConfigurationError: No launcher is found, or its variables do not fit together.
+        ConfigurationError: No launcher was found, or its variables are inconsistent.
     """
     env = os.environ if environ is None else environ
     for is_there, read in _LAUNCHERS:
@@ -252,7 +252,7 @@ def first_host(node_list: str) -> str:
 
 
 def _parent_id() -> str:
-    """Return a text for the parent process that no other process has until the machine is started again."""
+    """Return an identifier of the parent process that is unique until the machine reboots."""
     pid = os.getppid()
     try:
         start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -262,7 +262,7 @@ def _parent_id() -> str:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name or address is one of this machine's (and network namespace's)."""
+    """Return whether a host name or address belongs to this machine (and network namespace)."""
     if host in (socket.gethostname(), socket.getfqdn(), "localhost"):
         return True
     try:

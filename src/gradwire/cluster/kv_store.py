@@ -16,26 +16,26 @@ _MAX_VALUE_BYTES = 4 << 20
 
 
 class KeyValueStore(Protocol):
-    """What one process sets, others get. Keys are letters, digits, dots and dashes."""
+    """A key-value store shared by processes. Keys are letters, digits, dots and dashes."""
 
     where: str  # for people
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value; others see the old one or the new one, never a part of it.
+        """Set a value atomically.
 
         Raises:
-            RendezvousFailed: The store is gone.
+            RendezvousFailed: The store is no longer available.
         """
 
     def get(self, key: str) -> bytes | None:
-        """Return a value, or None where there is none yet.
+        """Return a value, or None if there is none yet.
 
         Raises:
-            RendezvousFailed: The store is gone.
+            RendezvousFailed: The store is no longer available.
         """
 
     def close(self) -> None:
-        """Let go of it. May be called again."""
+        """Release the store. Idempotent."""
 
 
 class FolderStore:
@@ -121,10 +121,10 @@ class TorchStore:
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Make a folder that its owner alone can use; one that exists must be closed to writing by others.
+    """Create a folder accessible only to its owner; an existing one must not be writable by others.
 
     Raises:
-        ConfigurationError: Others can write to it, it belongs to another user, or it cannot be made.
+        ConfigurationError: The folder is writable by others, belongs to another user, or cannot be created.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Who belongs to a cluster while it runs: the driver says so, and the workers take it from the driver alone.
+"""Membership of a running cluster: the driver announces it, and workers accept it only from the driver.
 
     driver -- cluster.members(addresses, departures) --> every worker     whenever something has changed
            -- cluster.alive() ---------------------->                     now and then, where workers are watched
@@ -40,7 +40,7 @@ _Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class Departure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An incarnation that does not belong to the cluster any more, nor any before it."""
+    """An incarnation that no longer belongs to the cluster, and with it all earlier ones."""
 
     name: _Name
     incarnation: _Number
@@ -49,7 +49,7 @@ class Departure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
 
 def follow_driver(agent: Agent, driver: str) -> None:
-    """Let the driver tell this worker who joins and who leaves."""
+    """Register the operation with which the driver announces members that join and leave."""
 
     def check(source: WorkerInfo) -> None:
         if source.name != driver:
@@ -89,7 +89,7 @@ def tell_members(
     timeout_s: float,
     departures: Sequence[Departure] = (),
 ) -> set[str]:
-    """Tell workers, all at once, who belongs to the cluster and who does not any more; return those that confirmed it."""
+    """Announce the members and departures to workers in parallel; return those that confirmed it."""
     args = ([encode_address(address) for address in addresses], [msgspec.to_builtins(item) for item in departures])
     deadline = time.monotonic() + timeout_s
     answers: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()

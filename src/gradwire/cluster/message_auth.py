@@ -1,4 +1,4 @@
-"""Proofs that a message comes from the same run: for channels that others can write to, as torch's store.
+"""Authentication of messages between the ranks of a run, for channels that others can write to, such as torch's store.
 
 A rank shows that it belongs to the run by a secret that all ranks can read from a file, or by a certificate of the
 cluster. What is proven is a *statement*: the message with the run, the round, the rank and the direction it is meant for
@@ -44,7 +44,7 @@ class MessageAuth(Protocol):
         """Check a proof.
 
         Raises:
-            AuthenticationFailed: It does not prove the statement; says why, as far as that is known.
+            AuthenticationFailed: The proof is not valid for the statement; the message says why, if that is known.
         """
 
 
@@ -66,7 +66,7 @@ class SharedSecret:
     name = "a shared secret"
 
     def __init__(self, secret: bytes) -> None:
-        # Whoever sees proofs can try secrets at leisure, so a short one is none.
+        # An attacker who sees proofs can try secrets offline, so a short one offers no protection.
         if len(secret) < _SECRET_BYTES:
             raise ConfigurationError(f"a shared secret must have at least {_SECRET_BYTES} bytes, not {len(secret)}")
         self._secret = secret
@@ -90,7 +90,7 @@ class _Signature(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CertificateAuth:
-    """Proofs by ECDSA with a key whose certificate is good for every worker of the cluster."""
+    """Proofs by ECDSA with a key whose certificate is valid for every worker of the cluster."""
 
     name = "certificates"
 

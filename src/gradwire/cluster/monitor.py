@@ -1,11 +1,11 @@
-"""Keeps the workers of a cluster: starts them, watches them, starts them again, and tells all of them who is there.
+"""Start, watch and restart the workers of a cluster, and announce its membership to all of them.
 
     launcher --on_lost-->  |         | --start, terminate-->  launcher
     heartbeat ---------->  | Monitor | --cluster.members--->  every worker
     Cluster ------------>  |         | --MembershipEvent--->  the program
 
-`gradwire.cluster.supervision` decides what is to be done; this module does it. What takes a while has a thread of its own
-for each worker, so that one that cannot be ended or started does not hold up the others.
+`gradwire.cluster.supervision` decides; this module acts. Slow operations run in a separate thread per worker, so that a
+worker that cannot be stopped or started does not block the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 
 _log = logging.getLogger("gradwire")
 _EVENTS_THREAD = "gradwire-driver-events"
-_TELL_S = 1.0  # how long a restart waits until the other workers have confirmed that the old process is gone
+_TELL_S = 1.0  # how long a restart waits until the other workers have confirmed that the old process has ended
 _CONFIRM_S = 5.0  # likewise, when the program adds or removes workers
 _TELL_AGAIN_S = 1.0
 _ANSWER_S = 1.0
@@ -163,7 +163,7 @@ class Monitor:
             return sorted(self._members.values(), key=lambda member: member.spec.info.id)
 
     def phase_of(self, member: Member) -> Phase | None:
-        """Return where a worker is between its lives; None if it was removed, or the cluster is closed."""
+        """Return the phase of a worker; None if it was removed or the cluster is closed."""
         with self._changed:
             is_member = self._members.get(member.name) is member and not self._is_stopped
             return self._supervision.phase(member.name) if is_member else None
@@ -195,7 +195,7 @@ class Monitor:
         """Start workers for the first time and make them members.
 
         Raises:
-            WorkerStartFailed: One did not get ready; none of them is left.
+            WorkerStartFailed: One did not become ready; none of them is left running.
         """
         handles = self.launcher.start(specs, self._on_lost, timeout_s)
         with self._changed:
@@ -251,7 +251,7 @@ class Monitor:
                 self._reserved.difference_update(chosen)
 
     def remove(self, member: Member, grace_s: float) -> None:
-        """End a worker for good and take it out of the cluster; it is not started again."""
+        """Stop a worker for good and remove it from the cluster; it is not restarted."""
         self._check_owner()
         with self._changed:
             self._check_open()
@@ -280,7 +280,7 @@ class Monitor:
             self._tell(_CONFIRM_S)
 
     def wait_for(self, count: int | None, timeout_s: float) -> list[Member]:
-        """Wait until so many workers, or all of them, serve calls; return those that do."""
+        """Wait until `count` workers, or all of them, serve calls; return those that do."""
         self._check_owner()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -330,7 +330,7 @@ class Monitor:
         )
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
-        """Call back with every event from now on; return a function that ends this."""
+        """Register a callback for membership events; return a function that removes it."""
         self._check_owner()
         with self._changed:
             self._check_open()
@@ -346,7 +346,7 @@ class Monitor:
         return unregister
 
     def stop(self) -> None:
-        """Start and end nothing any more: the cluster is about to end. May be called again."""
+        """Stop starting and stopping workers, because the cluster is about to close. Idempotent."""
         with self._changed:
             self._supervision.closed()
             self._is_stopped = True
@@ -354,7 +354,7 @@ class Monitor:
             self._events.put(None)
 
     def close(self) -> None:
-        """Wait for the threads of this monitor, which end when the launcher and the agent have. May be called again."""
+        """Wait for the threads of this monitor, which end after the launcher and the agent. Idempotent."""
         self.stop()
         deadline = time.monotonic() + _JOIN_S
         for thread in tuple(self._threads):
@@ -376,7 +376,7 @@ class Monitor:
     # -- events in, actions out ------------------------------------------------------------------------------------------
 
     def _feed(self, event: Callable[[float], list[Action]]) -> None:
-        """Take an event and do what follows from it. Never waits for anything outside of this process."""
+        """Handle an event and run the resulting actions. Never waits for anything outside this process."""
         with self._changed:
             actions = event(time.monotonic())
             for action in actions:
@@ -437,7 +437,7 @@ class Monitor:
         return thread
 
     def _on_lost(self, handle: WorkerHandle) -> None:
-        """Take a loss from the launcher, in its thread."""
+        """Handle a loss reported by the launcher, in its thread."""
         with self._changed:
             member = self._members.get(handle.info.name)
             if member is None or member.handle is not handle:
@@ -519,7 +519,7 @@ class Monitor:
         return max(departure.incarnation if departure else 0, member.incarnation if member else 0)
 
     def _tell(self, timeout_s: float) -> None:
-        """Tell the workers who is there, those that have not confirmed it; wait for them, but not for long."""
+        """Announce the membership to workers that have not confirmed it, and wait briefly for them."""
         with self._changed:
             version, addresses, departures = self._version, self._addresses(), list(self._departures.values())
             lives = {

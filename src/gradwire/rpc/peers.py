@@ -289,7 +289,7 @@ class Membership:
         return reason if incarnation and incarnation >= self.newest(name) else None
 
     def on_dismissed(self, name: str, incarnation: int, reason: str) -> bool:
-        """Note that an incarnation does not belong to the cluster any more; return False if a later one is known."""
+        """Record that an incarnation no longer belongs to the cluster; return False if a later one is known."""
         if incarnation >= self._dismissed.get(name, (0, ""))[0]:
             self._dismissed[name] = incarnation, reason
         return incarnation >= self.newest(name)
@@ -347,7 +347,7 @@ class Liveness:
         self._doubtful: dict[str, tuple[float, WorkerAddress]] = {}
 
     def connection_ended(self, address: WorkerAddress) -> None:
-        """See to it that the worker has a control lane; call it when the connection is not listed any more."""
+        """Ensure that the worker has a control lane; call this when the connection is no longer listed."""
         if self._agent.is_closed:
             return
         # Not put off by the next one that ends: a worker could go on with that.
@@ -400,7 +400,7 @@ class Liveness:
 
 
 class StaticDirectory:
-    """Finds workers by name or rank: those known when the cluster was made, or that have shown who they are."""
+    """Finds workers by name or rank: those known at the start, and those that have authenticated."""
 
     is_fixed = True  # whether all workers are known; otherwise they may join and leave
 

@@ -1,14 +1,14 @@
-"""The store of a meeting between machines: served by rank 0, over TLS 1.3 with certificates of the cluster on both sides.
+"""The store of a rendezvous between machines, served by rank 0 over mutual TLS 1.3 with certificates of the cluster.
 
     worker --Call: one of the requests below--> rank 0
            <--Reply: the answer, or Failure----
 
-`Entries` decides: who may write what, and how much. A worker publishes itself alone: its certificate must be good for the
-name, and a name and a rank belong to each other for good. Rank 0 is the process that serves the store, and nobody else.
-`StoreServer` and `StoreClient` move the messages, with the frames of `gradwire.wire.framing`.
+`Entries` decides which worker may write what, and how much. A worker can only publish itself: its certificate must be valid
+for the name, and a name and a rank stay bound to each other. Only the process that serves the store can be rank 0.
+`StoreServer` and `StoreClient` exchange the messages, in the frames of `gradwire.wire.framing`.
 
-A stranger, who has no certificate of the cluster, gets no further than the TLS handshake, and cannot use up more than a
-few connections for a few seconds. A member can prevent a meeting, but neither pass for another nor learn what it may not.
+A client without a certificate of the cluster gets no further than the TLS handshake, and can occupy only a few connections
+for a few seconds. A member can prevent a meeting, but can neither impersonate another nor read more than it may.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Entries:
-    """What a meeting has come to know, and who may add to it. No sockets, no threads."""
+    """The contents of the store, and the rules for adding to it. No sockets, no threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,8 +141,8 @@ class Entries:
         """Return the answer to a request.
 
         Args:
-            request: What was asked for.
-            certified: The names that the certificate of the worker that asks is good for; None for this process.
+            request: The request.
+            certified: The names that the client's certificate is valid for; None for this process.
 
         Raises:
             AuthenticationFailed: The worker may not write that.
@@ -227,10 +227,10 @@ class _Incoming:
 
 
 class StoreServer(_Store):
-    """The store, in the process of rank 0. One thread serves all connections and never waits for one of them for long.
+    """The store in the process of rank 0. One thread serves all connections and never blocks on one of them for long.
 
     Attributes:
-        uri: Where other workers reach it.
+        uri: Its address for other workers.
     """
 
     is_served_here = True
@@ -256,13 +256,13 @@ class StoreServer(_Store):
         return "; ".join(list(self._refusals))
 
     def rest(self) -> None:
-        """Do nothing: it goes on to serve those that come later."""
+        """Do nothing: the store keeps serving workers that join later."""
 
     def leave(self, info: WorkerInfo) -> None:
         self.close()
 
     def close(self) -> None:
-        """End all connections and free the port. Idempotent."""
+        """Close all connections and free the port. Idempotent."""
         with self._lock:  # else the thread could close _wake before it is written to
             if not self._is_closed:
                 self._is_closed = True
@@ -270,7 +270,7 @@ class StoreServer(_Store):
         _interrupts.wait(self._ended, _END_S)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: close the copies of the parent's descriptors, so that its port is free when it ends."""
+        """Close the copies of the parent's descriptors in a forked child, so that its port is free when it exits."""
         self._is_closed = True
         self._ended.set()
         for descriptor in (self._listener.fileno(), *self._connections, self._wake):
@@ -401,12 +401,12 @@ def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
 
 
 class StoreClient(_Store):
-    """The store, as seen from the other ranks. It connects when it is asked, and again if the connection was lost.
+    """The store as seen from the other ranks. It connects on first use, and again if the connection is lost.
 
     Args:
-        find_uri: Returns where rank 0 may serve the store; None while that is not known.
-        transport: With the keys of this worker.
-        where: For messages to people.
+        find_uri: Returns the address at which rank 0 may serve the store; None while it is not known.
+        transport: A transport with the keys of this worker.
+        where: The address, for error messages.
         on_rest: Called when this worker has met the others.
     """
 
@@ -524,7 +524,7 @@ class StoreClient(_Store):
         return answer
 
     def _exchange(self, request: Request, deadline: float) -> Any:
-        """Send a request and return its answer, or the `Failure` that came instead."""
+        """Send a request and return the reply or `Failure`."""
         if self._stream is None:
             uri = self._find_uri()
             if uri is None:
