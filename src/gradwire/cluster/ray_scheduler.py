@@ -48,7 +48,7 @@ _MAX_REASON_CHARS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """The options of `gradwire.Cluster.ray` that are about Ray, checked when they are made; see there."""
+    """The Ray options of `gradwire.Cluster.ray`, checked when they are created."""
 
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     strategy: Strategy = "SPREAD"
@@ -71,7 +71,7 @@ class RayOptions:
 
     @property
     def target(self) -> str:
-        """The cluster to join, or ``"local"`` for one that is started here."""
+        """The cluster to join, or ``"local"`` for one started on this machine."""
         return self.address or os.environ.get("RAY_ADDRESS") or _STARTS_RAY
 
     @property
@@ -123,7 +123,7 @@ def _no_client(what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ActorState:
-    """What an actor says about itself when it runs."""
+    """State that a running actor reports about itself."""
 
     pid: int
     requires_token: bool  # whether its node's Ray wants one
@@ -147,7 +147,7 @@ class GradwireWorker:
         return self._worker.handle(message)
 
     def serve(self) -> str | None:
-        """Return when the driver lets the worker go, or with a reason when the driver is lost.
+        """Return when the driver releases the worker, or with a reason when the driver is lost.
 
         The call lasts as long as the worker, so that Ray reports the end of the process as the end of the call. It may be
         made again, after Ray has lost sight of the first one.
@@ -192,7 +192,7 @@ class RayProcess(RemoteProcess):
         """Wait for a call of the actor.
 
         Raises:
-            WorkerStartFailed: The actor is gone, or the call failed.
+            WorkerStartFailed: The actor has died, or the call failed.
             TimeoutError: The deadline has passed.
         """
         while not _wait_any([ref], deadline):
@@ -216,7 +216,7 @@ class RayProcess(RemoteProcess):
         return self.group == other.group and self.bundle_index == other.bundle_index
 
     def on_service_ended(self) -> bool:
-        """Note how the worker ended; return False if it may come back, and has to be watched anew."""
+        """Record how the worker ended; return False if it may come back and must be watched again."""
         try:
             lost = ray.get(self.service)
             self._end = "left" if lost is None else f"ended because {lost}"
@@ -419,12 +419,12 @@ class RayScheduler(Scheduler):
                 _remove(group)
 
     def _check_open(self) -> None:
-        """Refuse to ask Ray for more once this is closed, where a call would start a Ray of its own; with the lock held."""
+        """Raise if this is closed, because a call would then start a new Ray; the caller holds the lock."""
         if self._is_closed:
             raise WorkerStartFailed("no actor was started: the cluster is closed")
 
     def _wait_placed(self, group: Any, indices: Sequence[int], deadline: float) -> None:
-        """Wait until bundles have a node that is alive; Ray itself says nothing about those that never will."""
+        """Wait until the bundles are placed on live nodes; Ray does not report bundles that can never be placed."""
         is_final = not self._can_grow()
         while not self._are_placed(group, indices):
             with self._lock:
@@ -515,7 +515,7 @@ class RayScheduler(Scheduler):
                 self._watcher.start()
 
     def _run_watcher(self) -> None:
-        """Learn from Ray which workers have ended. The thread ends with the scheduler."""
+        """Watch for workers that have ended according to Ray. The thread ends with the scheduler."""
         blind: dict[RayProcess, float] = {}  # those that Ray cannot reach now, and when to try again
         while not self._stop.is_set():
             with self._lock:
@@ -536,7 +536,7 @@ class RayScheduler(Scheduler):
 
 
 def _check_same_mode(failure: WorkerStartFailed) -> None:
-    """Say so if an actor cannot start because the driver asks for a token and the cluster has none to show."""
+    """Report if an actor cannot start because the driver uses a token and the cluster does not."""
 
     def requires_token() -> bool:  # inside of this function, so that its code travels and no node needs gradwire for it
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -570,6 +570,6 @@ def _nodes() -> list[Node]:
 
 
 def _own_address() -> str:
-    """Return the address that Ray has for this machine: what `ray start` was told, where it was."""
+    """Return Ray's address for this machine: the one given to `ray start`, if any."""
     own = ray.get_runtime_context().get_node_id()
     return next((node.address for node in _nodes() if node.node_id == own), ray.util.get_node_ip_address())

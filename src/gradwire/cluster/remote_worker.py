@@ -10,7 +10,7 @@ gradwire's own connections:
             -- cluster.leave   -->            that it may go
             <-- cluster.output --             what it prints
 
-A worker whose driver is lost ends, for it has lost what it was started for.
+A worker whose driver is lost exits.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class RemoteWorker:
     """The worker's side of `gradwire.cluster.remote_launcher`.
 
     Args:
-        address: Where the other machines reach this one; the address on the way to the driver if not given.
-        local_index: Counts the processes of this machine; ranks follow it.
-        host: Name of this machine, for people.
-        assign_timeout_s: How long to wait for the driver's decision.
-        shares_output: Whether what this process prints goes to the driver's own output without being sent there.
+        address: Address of this machine for other machines; the one on the route to the driver if not given.
+        local_index: Number of this process on its machine; ranks follow it.
+        host: Name of this machine, for messages.
+        assign_timeout_s: How long to wait for the driver's assignment.
+        shares_output: Whether the output of this process already goes to the driver's own output.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class RemoteWorker:
 
     @property
     def has_driver(self) -> bool:
-        """Whether the driver has ever connected; before, only the scheduler's channel can say that it gave up."""
+        """Whether the driver has ever connected; until then, it can abort only over the scheduler's channel."""
         return self._had_driver
 
     def handle(self, message: bytes) -> bytes:
-        """Return the answer to a message of the driver; a failure is an answer, too."""
+        """Return the reply to a message from the driver; failures are returned as replies as well."""
         with self._lock:
             try:
                 question = enrolment.decode_question(message)
@@ -126,10 +126,10 @@ class RemoteWorker:
                 return enrolment.encode(Failed(f"{text}It printed:\n{printed}" if printed else text))
 
     def serve(self) -> str | None:
-        """Return when the driver has let this worker go; the reason if the driver was lost instead.
+        """Return when the driver has released this worker; return the reason if the driver was lost instead.
 
-        Afterwards the process is as it was before, but for what calls have left in it. Functions that still run go on, and
-        their results are dropped.
+        Afterwards the process is as before, except for the effects of calls. Functions that are still running continue,
+        and their results are dropped.
         """
         with self._changed:
             while not self._is_over:
@@ -199,7 +199,7 @@ class RemoteWorker:
             importlib.import_module(module)
 
     def _follow(self, agent: Agent, driver: str, capture: OutputCapture) -> None:
-        """Take orders from the driver alone."""
+        """Raise unless the sender is the driver."""
 
         def check(source: WorkerInfo) -> None:
             if source.name != driver:
@@ -235,14 +235,14 @@ class RemoteWorker:
         agent.on_worker_lost(lambda address, reason: on_lost(address.info.name, reason))
 
     def _expect_driver(self, seconds: float, lost_reason: str) -> None:
-        """End after so many seconds unless the driver connects before."""
+        """Exit after that many seconds unless the driver connects first."""
         with self._changed:
             if not self._is_over:
                 self._deadline, self._lost_reason = time.monotonic() + seconds, lost_reason
                 self._changed.notify_all()
 
     def _reach_driver(self, agent: Agent, driver: str) -> None:
-        """Try to connect to the driver again, which may only have been cut off; `on_connected` tells of success."""
+        """Try to reconnect to the driver, which may only be disconnected; `on_connected` is called on success."""
         while (deadline := self._deadline) is not None and time.monotonic() < deadline and not self._is_over:
             try:
                 agent.peers.peer(driver).lane("control", deadline)
@@ -287,14 +287,14 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 
 def transports_of(config: WorkerConfig) -> tuple[str, ...]:
-    """Return what the members of a cluster listen on: sockets of this machine, and TLS beyond it."""
+    """Return the transports of a cluster's members: Unix sockets on this machine, and TLS between machines."""
     return config.transports or ("unix", "tcp")
 
 
 def _dial(
     agent: Agent, addresses: list[WorkerAddress], timeout_s: float, answer: InterruptibleFuture[dict[str, str]]
 ) -> None:
-    """Open a connection to each of the workers, and close it; answer with the errors, by name.
+    """Open and close a connection to each of the workers; return the errors by name.
 
     Without a handshake, for which both would have to know each other as members: it is about the way.
     """

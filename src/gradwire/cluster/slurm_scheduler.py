@@ -50,7 +50,7 @@ _UNFINISHED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """What `gradwire.Cluster.slurm` asks of Slurm; see there."""
+    """The Slurm options of `gradwire.Cluster.slurm`."""
 
     nodes: int
     workers_per_node: int
@@ -86,10 +86,10 @@ def minutes_of(limit: str | int) -> int:
     """Return a time limit in whole minutes, rounded up.
 
     Args:
-        limit: Minutes, or a text as sbatch takes it: ``30``, ``30:00``, ``1:30:00``, ``2-12``, ``2-12:30:00``.
+        limit: Minutes, or a string in sbatch's format: ``30``, ``30:00``, ``1:30:00``, ``2-12``, ``2-12:30:00``.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: The limit is not valid.
     """
     days, has_days, rest = str(limit).rpartition("-")
     parts = rest.split(":")
@@ -123,7 +123,7 @@ def flags_of(extra: Sequence[str]) -> dict[str, str | bool]:
 
 
 def job_parameters(options: SlurmOptions, nodes: int, tasks_per_node: int) -> dict[str, Any]:
-    """Return what `submitit.AutoExecutor.update_parameters` is given."""
+    """Return the arguments for `submitit.AutoExecutor.update_parameters`."""
     if options.executor == "local":
         more: dict[str, Any] = {"local_setup": list(options.prologue)} if options.prologue else {}
     else:
@@ -131,7 +131,7 @@ def job_parameters(options: SlurmOptions, nodes: int, tasks_per_node: int) -> di
             "slurm_partition": options.partition,
             "slurm_account": options.account,
             "slurm_setup": list(options.prologue) or None,
-            # A worker that dies must not take the others along, and a job that starts again would meet no driver.
+            # A worker that dies must not take the others down, and a requeued job would not find a driver.
             "slurm_srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
             "slurm_additional_parameters": {"no-requeue": True, **flags_of(options.extra)},
         }
@@ -148,7 +148,7 @@ class SlurmScheduler:
     """Starts workers as tasks of jobs.
 
     Args:
-        options: What to ask for.
+        options: Options of the job.
         start_timeout_s: How long a task waits for the driver to make it a worker.
     """
 
@@ -213,7 +213,7 @@ class SlurmScheduler:
         return "\n".join(job.describe() for job in self._jobs) or "no job was submitted"
 
     def close(self) -> None:
-        """End the jobs: where workers have not left, by cancelling them. Remove the folder of the channel."""
+        """End the jobs, cancelling those whose workers have not exited, and remove the folder of the channel."""
         with self._lock:
             if self._is_closed:
                 return
@@ -261,9 +261,10 @@ class _Job:
         self._look_thread: threading.Thread | None = None
 
     def state(self, wait_s: float = _GLANCE_S, is_starting: bool = False) -> str:
-        """Return the state that Slurm says the job has, as far as it answers within `wait_s`; else the last one known.
+        """Return the job's state from Slurm if it responds within `wait_s`; otherwise the last known one.
 
-        While it starts, Slurm is asked every few seconds. Later submitit decides how often; connections tell of most ends.
+        During the start, Slurm is queried every few seconds. Later, submitit decides how often; most exits are detected by
+        the end of a connection.
         """
         if time.monotonic() >= self._next_look and not (self._look_thread and self._look_thread.is_alive()):
             self._next_look = time.monotonic() + _LOOK_AT_JOB_S
@@ -284,11 +285,11 @@ class _Job:
                 raise WorkerStartFailed(f"task {number} exited before it became a worker. {self.state_text(number)}")
 
     def has_result(self, number: int) -> bool:
-        """Whether submitit has written how a task ended."""
+        """Whether submitit has recorded how a task ended."""
         return bool(self._paths(number).result_pickle.exists())
 
     def state_text(self, number: int | None = None) -> str:
-        """Return what is known about the job now, with the end of a task's log."""
+        """Return a description of the job's current state, with the end of a task's log."""
         self._next_look = 0.0
         return self.describe_end(
             self.numbers[0] if number is None else number, self.state(_COMMAND_S, is_starting=True)
@@ -315,13 +316,13 @@ class _Job:
         return f"Slurm job {self.id}, {tasks}, from {script}"
 
     def has_ended(self) -> bool:
-        """Whether all tasks have ended, as far as that can be told without asking Slurm."""
+        """Whether all tasks have ended, as far as that is known without querying Slurm."""
         if self._process is not None:
             return self._process.poll() is not None
         return all(self.has_result(number) for number in self.numbers)
 
     def cancel(self) -> None:
-        """End the job, if it has not ended, and wait for the process that runs it on this machine."""
+        """Cancel the job if it is still running, and wait for its process if that is on this machine."""
         if self.has_ended():
             return
         _run_for(_COMMAND_S, self._cancel)
@@ -364,9 +365,9 @@ class SlurmProcess(ExchangeProcess):
         return f"its task exited. {self._job.describe_end(self.number, self._job.state())}"
 
     def kill(self) -> None:
-        """End the process on this machine, or the job of a task that has one for itself.
+        """Kill the process on this machine, or cancel the job of a task that has its own.
 
-        Slurm cannot end one task of several. It ends by itself when it loses the driver, and with the job at the latest.
+        Slurm cannot cancel a single task of several. It exits when it loses the driver, and with the job at the latest.
         """
         super().kill()
         if not self.is_here and len(self._job.numbers) == 1 and not self._job.is_over():
@@ -374,7 +375,7 @@ class SlurmProcess(ExchangeProcess):
 
 
 def run_task(folder: str, first: int, start_timeout_s: float) -> None:
-    """Be a worker: what each task of a job runs."""
+    """Run a worker; the entry point of each task of a job."""
     environment = _import_submitit().JobEnvironment()
     number = first + environment.global_rank
     store = FolderStore(Path(folder))
@@ -389,7 +390,7 @@ def run_task(folder: str, first: int, start_timeout_s: float) -> None:
 
 
 def _run_for(seconds: float, function: Callable[..., None], *args: object) -> threading.Thread:
-    """Run what asks Slurm, and wait for it so long: submitit sets no limit, and a controller may not answer for minutes."""
+    """Run a Slurm query with a timeout: submitit has none, and a controller may not respond for minutes."""
     thread = threading.Thread(target=function, args=args, name="gradwire-driver-slurm", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -410,7 +411,7 @@ def _import_submitit() -> Any:
 
 
 def _folder_of(folder: Path, executor: str) -> Path:
-    """Return submitit's folder. Its local executor opens files before the folder of a job is there: a name is made up."""
+    """Return submitit's folder, with a generated name for the local executor, which opens files before it creates one."""
     return Path(str(folder).replace("%j", f"local-{secrets.token_hex(4)}")) if executor == "local" else folder
 
 
@@ -429,7 +430,7 @@ def _queue_reason(job_id: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Run a command of Slurm, if it is there, and return what it prints."""
+    """Run a Slurm command, if it is installed, and return its output."""
     if shutil.which(command[0]) is None:
         return ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

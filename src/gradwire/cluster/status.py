@@ -97,7 +97,7 @@ def format_duration(seconds: float) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """Return in words how a process ended, from the status that `os.waitpid` gives."""
+    """Describe how a process ended, from the status of `os.waitpid`."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with code {code}"
@@ -108,7 +108,7 @@ def describe_exit(status: int) -> str:
 
 
 def rss_of(pid: int) -> int | None:
-    """Return the resident memory of a process in bytes, or None when it is gone."""
+    """Return the resident memory of a process in bytes, or None if it has exited."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -120,7 +120,7 @@ USAGE = "cluster.usage"
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says about itself."""
+    """Numbers that a worker reports about itself."""
 
     calls_served: Annotated[int, msgspec.Meta(ge=0)]
     rss_bytes: Annotated[int, msgspec.Meta(ge=0)] | None

@@ -41,7 +41,7 @@ _DRIVER = -1
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a process says about itself when it arrives."""
+    """Introduction of a process when it arrives."""
 
     host: str  # identity of the machine
     host_name: str
@@ -108,10 +108,10 @@ class DriverExchange:
     """The driver's side, for all processes of one run.
 
     Args:
-        store: What all of them reach.
-        topic: Tells this run from others; the same in all processes.
-        auth: How messages are proven.
-        noun: What a process is called in errors, e.g. ``rank``.
+        store: The store that all of them use.
+        topic: Identifies this run; the same in all processes.
+        auth: How messages are authenticated.
+        noun: Word for a process in errors, e.g. ``rank``.
     """
 
     def __init__(self, store: KeyValueStore, topic: str, auth: MessageAuth, noun: str) -> None:
@@ -126,16 +126,16 @@ class DriverExchange:
     def wait_hellos(
         self, processes: Iterable[int], deadline: float, check: Callable[[set[int]], None] = lambda missing: None
     ) -> Mapping[int, Hello]:
-        """Wait until all of these processes have arrived, and return what they say.
+        """Wait until all of these processes have arrived, and return their introductions.
 
         Args:
             processes: Their numbers.
             deadline: In seconds of `time.monotonic`.
-            check: Called again and again with those that are missing; may raise.
+            check: Called repeatedly with the missing ones; may raise.
 
         Raises:
-            WorkerStartFailed: Some did not arrive; says which.
-            AuthenticationFailed: One cannot show that it belongs to this run.
+            WorkerStartFailed: Some did not arrive; the message lists them.
+            AuthenticationFailed: One cannot prove that it belongs to this run.
         """
         wanted = list(processes)
         pause = _Pause(deadline)
@@ -153,17 +153,17 @@ class DriverExchange:
     def exchange(
         self, process: int, message: bytes, deadline: float, check: Callable[[], None] = lambda: None
     ) -> bytes:
-        """Give a process that has arrived a message, and return its answer.
+        """Send a message to a process that has arrived, and return its reply.
 
         Args:
             process: Its number.
-            message: What `WorkerExchange.serve` hands to its handler.
+            message: The message that `WorkerExchange.serve` passes to its handler.
             deadline: In seconds of `time.monotonic`.
-            check: Called again and again while there is no answer; may raise.
+            check: Called repeatedly while there is no reply; may raise.
 
         Raises:
-            TimeoutError: There is no answer.
-            AuthenticationFailed: The answer cannot be trusted.
+            TimeoutError: There is no reply by the deadline.
+            AuthenticationFailed: The reply cannot be trusted.
         """
         number = self._num_requests.get(process, 0)
         self._num_requests[process] = number + 1
@@ -179,7 +179,7 @@ class DriverExchange:
                 raise TimeoutError(f"{self._describe(process)} is not responding")
 
     def give_up(self, reason: str) -> None:
-        """Tell all processes that wait that the driver will not go on."""
+        """Tell all waiting processes that the driver has aborted."""
         self._post.send(f"{self._round}.closed", "closed", _DRIVER, 0, b"", reason.encode())
 
     def _look_for(self, process: int) -> None:
@@ -258,7 +258,7 @@ class ExchangeProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop watching it. May be called again."""
+        """Stop watching it. Idempotent."""
         with self._lock:
             if self._pidfd is not None:
                 os.close(self._pidfd)
@@ -286,8 +286,8 @@ class WorkerExchange:
         """Answer requests of the driver until `is_done`.
 
         Raises:
-            RendezvousFailed: The driver has given up, or has not made this process a worker by the deadline.
-            AuthenticationFailed: What claims to be the driver cannot show that it belongs to this run.
+            RendezvousFailed: The driver has aborted, or has not made this process a worker by the deadline.
+            AuthenticationFailed: The sender cannot prove that it is the driver of this run.
         """
         try:
             pause = _Pause(deadline)
