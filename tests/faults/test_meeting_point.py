@@ -356,7 +356,7 @@ def test_a_lost_connection_is_made_again(server: StoreServer, keys: Callable[...
             sock.shutdown(socket.SHUT_RDWR)
     assert client.agree_on_token() == server.agree_on_token()
     client.leave(NOBODY)
-    with pytest.raises(MeetingPointLost, match="has left"):
+    with pytest.raises(MeetingPointLost, match="has shut down"):
         client.note()
 
 

@@ -101,7 +101,7 @@ class EndProcess:
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Start a process under that name; `process_started` or `start_failed` is to follow."""
+    """Start a process under that name; `process_started` or `start_failed` must follow."""
 
     name: str
     life: int

@@ -49,12 +49,12 @@ class _Identity(NamedTuple):
 
 
 def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
-    """Write a certificate and a key for each URI, and those of the authority that signs them, if it is new.
+    """Write a certificate and a key for each URI, and those of the authority if it is new.
 
     Args:
-        folder: Where the authority is.
-        wanted: By the URI that a certificate is good for, where it goes.
-        days: How long the certificates are valid, as far as the authority is.
+        folder: Folder of the authority.
+        wanted: Files to write, by the URI that the certificate is valid for.
+        days: Validity of the certificates, limited by that of the authority.
     """
     _make_folder(folder)
     authority = _load_authority(folder) or _make_authority(folder, days)
@@ -117,7 +117,7 @@ def _make_authority(folder: Path, days: int) -> _Identity:
 
 def _new_authority(days: int) -> _Identity:
     key = ec.generate_private_key(_CURVE())
-    # A name of its own for each authority, or a certificate of another one fails with a puzzling signature error.
+    # Each authority has a unique name; otherwise a certificate of another one would fail with a confusing signature error.
     name = _subject(f"gradwire cluster {secrets.token_hex(8)}")
     end = _now() + datetime.timedelta(days=days)
     return _Identity(_sign(key.public_key(), name, end, key, name, is_authority=True), key)
@@ -193,7 +193,7 @@ def _request_for(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _fingerprint_of_key(key: ec.EllipticCurvePublicKey) -> str:
-    """Return what two people can compare to know that they look at the same key: SHA-256 of it, in base64, as ssh does."""
+    """Return the fingerprint of a key, for comparing it by eye: its SHA-256 in base64, as in ssh."""
     digest = hashes.Hash(hashes.SHA256())
     digest.update(key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
     return "SHA256:" + base64.b64encode(digest.finalize()).decode().rstrip("=")
@@ -237,14 +237,14 @@ class ProcessKey:
         raise TypeError("a private key must not leave its process; send `request()` instead")
 
     def request(self) -> bytes:
-        """Return a certificate request (PEM) without a name: the authority decides what the certificate is good for."""
+        """Return a certificate request (PEM) without a name: the authority decides what the certificate is valid for."""
         return _request_for(self._key)
 
     def open(self, sealed: bytes, context: bytes) -> bytes:
-        """Return what `seal` has sealed for this key.
+        """Decrypt a secret that `seal` has sealed for this key.
 
         Raises:
-            AuthenticationFailed: It was sealed for another key or context, or changed on the way.
+            AuthenticationFailed: It was sealed for another key or context, or altered in transit.
         """
         try:
             point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE(), sealed[:_POINT_BYTES])
@@ -256,9 +256,9 @@ class ProcessKey:
 
     @contextlib.contextmanager
     def files(self, certificate: bytes, authority: bytes) -> Iterator[TlsKeys]:
-        """Hold this key and its certificate (PEM) in files without a name, in memory, for as long as the block lasts.
+        """Keep this key and its certificate (PEM) in anonymous memory files inside the block.
 
-        OpenSSL takes files alone. TLS contexts that are made inside of the block can be used after it.
+        OpenSSL only reads files. TLS contexts made inside the block can be used after it.
         """
         contents = {"ca": authority, "certificate": certificate, "key": _key_as_pem(self._key)}
         with contextlib.ExitStack() as stack:
@@ -267,7 +267,7 @@ class ProcessKey:
 
 
 class Authority:
-    """The authority of one cluster. Its private key stays in the memory of this process, and ends with it.
+    """The authority of one cluster. Its private key exists only in the memory of this process.
 
     Attributes:
         certificate: Its own certificate, as PEM.
@@ -284,10 +284,10 @@ class Authority:
         raise TypeError("a private key must not leave its process")
 
     def sign(self, request: bytes, uri: str) -> bytes:
-        """Return a certificate (PEM) for the key of a request, good for `uri` alone, whatever else the request asks for.
+        """Return a certificate (PEM) for the key of a request, valid only for `uri`; other requested attributes are ignored.
 
         Raises:
-            AuthenticationFailed: The request is not one, is not signed with its own key, or its key is of another kind.
+            AuthenticationFailed: The request is malformed, not signed with its own key, or for another kind of key.
         """
         return _as_pem(_certify(self._identity, _read_request(request), uri, _RUN_DAYS))
 
@@ -295,8 +295,8 @@ class Authority:
 def seal(secret: bytes, request: bytes, context: bytes) -> bytes:
     """Encrypt a secret for the key of a certificate request; `ProcessKey.open` needs the same `context`.
 
-    The result is a fresh public key, and the secret under AES-256-GCM with a key that HKDF makes of both by ECDH. It says
-    nothing about who sealed it.
+    The result is an ephemeral public key and the secret under AES-256-GCM, with a key derived by ECDH and HKDF. It does not
+    authenticate the sender.
     """
     to = _read_request(request)
     fresh = ec.generate_private_key(_CURVE())
@@ -344,7 +344,7 @@ def _memory_file(name: str, content: bytes) -> Iterator[Path]:
 
 
 def check_files(keys: TlsKeys) -> None:
-    """Refuse files that would fail every handshake for an unclear reason, and say which and why."""
+    """Check the files and raise a clear error for those that would make every handshake fail."""
     authorities = _read_certificates(keys.ca)
     certificate, key = _read_certificates(keys.certificate)[0], _read_key(keys.key)
     _check_pair(certificate, keys.certificate, key, keys.key)
@@ -358,14 +358,14 @@ def check_files(keys: TlsKeys) -> None:
 
 
 class CertificateFacts(NamedTuple):
-    """What a certificate says.
+    """Contents of a certificate.
 
     Attributes:
-        uris: What it is good for; empty for an authority.
-        is_authority: Whether it signs others.
-        begin: It is not valid before that time.
-        end: It is not valid after that time.
-        fingerprint: Of its key; the same as that of the request it was made for.
+        uris: The URIs it is valid for; empty for an authority.
+        is_authority: Whether it can sign others.
+        begin: Start of its validity.
+        end: End of its validity.
+        fingerprint: Fingerprint of its key, the same as that of its request.
         problem: Why it cannot be used now, and what to do; None if it can.
     """
 
@@ -378,7 +378,7 @@ class CertificateFacts(NamedTuple):
 
 
 def read_facts(path: Path, ca: Path) -> CertificateFacts:
-    """Read a certificate, and check it against the clock and the authority in `ca`, where that file exists.
+    """Read a certificate, and check it against the clock and the authority in `ca`, if that file exists.
 
     Raises:
         ConfigurationError: The file cannot be read, or is not a certificate of an elliptic-curve key.

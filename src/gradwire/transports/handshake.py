@@ -1,9 +1,9 @@
 """Both sides of the handshake, as state machines: a message in, a message out.
 
-Each side proves that it knows the cluster's token without sending it (HMAC over all messages so far, with a nonce of each
-side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side
-means. Where the channel has certificates, the name must be one of those certified. The name then stands for a rank: each
-side asks its directory (`admit`) whether both belong together. Both say which versions they run with, and compare.
+Each side proves that it knows the cluster's token without sending it (HMAC over all messages so far, with a nonce from each
+side, so that a recorded handshake cannot be replayed), and that it is the worker and the incarnation that the other side
+expects. If the channel has certificates, the name must be one of those certified. Each side then checks with its directory
+(`admit`) that name and rank belong together, and compares the versions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Identity:
 
 
 def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, versions: Versions, nonce: bytes) -> bytes:
-    """Cover all that both sides have sent, so that a third party cannot change who is meant or what for."""
+    """Cover everything that both sides have sent, so that a third party cannot alter identities or purpose."""
     return hmac.digest(token or b"-", _encode((role, hello, listener, versions, nonce)), "sha256")
 
 
@@ -125,7 +125,7 @@ class ListenerHandshake:
         return self._hello
 
     def on_message(self, message: Message, certified: frozenset[str] | None) -> Challenge | Welcome:
-        """Return the answer to the caller's message; `is_open` tells whether it was the last.
+        """Return the reply to the caller's message; `is_open` is set after the last one.
 
         Raises:
             AuthenticationFailed: The caller is refused; send `Refused` with this text and close.

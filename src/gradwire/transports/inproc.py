@@ -18,7 +18,7 @@ _lock = threading.Lock()  # guards _listeners
 
 
 class InprocListener:
-    """Takes the other ends of socket pairs from a queue; an eventfd is readable while there are some."""
+    """Accepts the other ends of socket pairs from a queue; an eventfd is readable while there are any."""
 
     def __init__(self, worker: str, options: StreamOptions) -> None:
         self.uri = f"inproc://{worker}"

@@ -275,7 +275,7 @@ class TestConnection:
         wait_until(lambda: free_cpus() == 4, 10.0)
 
     def test_another_address_than_that_of_the_program(self, nodes: RayNodes) -> None:
-        with pytest.raises(ConfigurationError, match=rf"connected to the Ray cluster at {nodes.address} already, not"):
+        with pytest.raises(ConfigurationError, match=rf"already connected to the Ray cluster at {nodes.address}, not"):
             gradwire.Cluster.ray(1, address="10.1.1.1:6379")
 
     def test_a_connection_by_ray_client_is_refused(self, nodes: RayNodes, monkeypatch: pytest.MonkeyPatch) -> None:

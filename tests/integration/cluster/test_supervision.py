@@ -221,7 +221,7 @@ def test_a_worker_that_cannot_be_rebuilt_is_tried_again_and_then_stays_lost(capl
         assert [record.message for record in caplog.records if record.exc_text] == ["on_restart(worker0) failed"] * 2
         status = cluster.status()[0]
         assert status.state == "lost"
-        assert "is not started again" in (status.exit_reason or "")
+        assert "will not be restarted again" in (status.exit_reason or "")
         with pytest.raises(WorkerLost, match="no checkpoint yet"):
             second.call(ask_pid, "worker0")
         assert second.call(os.getpid) == second.pid
@@ -241,7 +241,7 @@ def test_a_start_that_fails_is_tried_again(cluster: Cluster, monkeypatch: pytest
     kill_and_wait(cluster, cluster.workers[0])
     wait_until(lambda: len(events) == 3)
     assert [event.kind for event in events] == ["lost", "lost", "restarted"]
-    assert "could not be started again: no room" in (events[1].reason or "")
+    assert "could not be restarted: no room" in (events[1].reason or "")
 
 
 def test_two_workers_that_are_killed_at_once(cluster: Cluster) -> None:
@@ -530,7 +530,7 @@ def test_a_worker_that_is_stopped_too_long_is_replaced() -> None:
         assert second.call(ask_pid, "worker0") == first.pid
         pending = first.submit(tasks.wait_for_ever)
         old = kill(first, signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match=r"worker0 failed: it has not answered for \d s"):
+        with pytest.raises(WorkerLost, match=r"worker0 failed: it has not responded for \d s"):
             pending.wait()
         wait_until(lambda: first.pid != old)
         cluster.wait_for_workers()
@@ -558,7 +558,7 @@ def test_a_stopped_worker_that_cannot_be_killed_is_refused_and_ends_itself(
         spared.add(old := kill(first, signal.SIGSTOP))
         wait_until(lambda: first.pid != old, 20.0)
         cluster.wait_for_workers()
-        with pytest.raises(WorkerLost, match="has not answered"):
+        with pytest.raises(WorkerLost, match="has not responded"):
             late.wait()
         assert is_there(old)
         assert "cannot be ended" in caplog.text
