@@ -1,4 +1,4 @@
-"""Exceptions as data and back. No pickle is read, and no constructor of a class that a peer names is run.
+"""Convert exceptions to data and back. No pickle is read, and no constructor of a class named by a peer is run.
 
     worker c                    worker b                          worker a (the caller)
       raises ValueError
@@ -8,7 +8,7 @@
                                                                     __cause__  RemoteTraceback of b
                                                                       __cause__  RemoteTraceback of c
 
-Every hop keeps the traceback of the one before it as its cause, so an ordinary printed traceback shows the whole way.
+Every hop keeps the previous traceback as its cause, so that an ordinary printed traceback shows the whole path.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_CHAIN: Final = 8
 """Exceptions of one chain that are sent: the one that was raised, and the causes behind it."""
 
 MAX_CAUSES: Final = 16
-"""Longest chain that is accepted."""
+"""Length of the longest accepted chain."""
 
 T = TypeVar("T")
 
@@ -78,7 +78,7 @@ def describe_exception(exc: BaseException, worker: str, limits: Limits) -> Error
 
 
 def _chain_of(exc: BaseException) -> list[BaseException | ErrorInfo]:
-    """Return the exception and those behind it, nearest first; what came from other workers as it came."""
+    """Return the exception and its causes, nearest first; those received from other workers are passed on unchanged."""
     chain: list[BaseException | ErrorInfo] = []
     seen: set[int] = set()
     link: Any = exc
@@ -113,7 +113,7 @@ def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
 
 
 def _format_traceback(exc: BaseException) -> str:
-    """Format a traceback, without the link of gradwire's own errors: the error that is rebuilt from it shows that."""
+    """Format a traceback without the link of gradwire's own errors, which the rebuilt error shows."""
     lines = traceback.format_exception(type(exc), exc, exc.__traceback__, chain=False)
     if isinstance(exc, GradwireError):
         lines = [line for line in lines if line != f"See {exc.docs_url}\n"]
@@ -189,10 +189,10 @@ def check_error(info: ErrorInfo, limits: Limits) -> None:
 
 
 def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:
-    """Make the exception that another worker described.
+    """Rebuild an exception that another worker described.
 
-    Its own type where that is known here: built-in, of torch or gradwire, and with ``trust="code"`` any class that is
-    already loaded. Everything else becomes `RemoteCallFailed`. Its `__cause__` is a `RemoteTraceback`.
+    It has its original type if that is known here: built-in, of torch or gradwire, and with ``trust="code"`` any class that
+    is already loaded. Everything else becomes `RemoteCallFailed`. Its `__cause__` is a `RemoteTraceback`.
     """
     kind = _find_class(info.type_name, trust)
     made = _make(kind, info) if kind is not None else None

@@ -1,4 +1,4 @@
-"""Frames: bytes to messages and back. No sockets, no threads.
+"""Encode messages as frames and decode them. No sockets, no threads.
 
     offset  size  prefix, little-endian
     0       2     magic "GW"
@@ -52,7 +52,7 @@ from gradwire.wire.tensors import SHAREABLE_DTYPES, iter_parts, validate
 MAGIC: Final = b"GW"
 PREFIX_BYTES: Final = 24
 DIRECT_READ_FROM: Final = 32 * 1024
-"""`FrameDecoder.writable` offers a buffer when at least so many of its bytes are missing."""
+"""`FrameDecoder.writable` offers a buffer if at least this many of its bytes are missing."""
 
 Allocate = Callable[[int], Any]
 MapSlot = Callable[[SlotRef, int], Any]
@@ -127,7 +127,7 @@ class FrameDecoder:
         return self.payload is None and not self._head
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """Decode what arrived. `data` is copied, and may be used again by the caller."""
+        """Decode received bytes. `data` is copied, so the caller may reuse it."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         self._is_dead = True  # unless all of it can be decoded
@@ -155,13 +155,13 @@ class FrameDecoder:
     def writable(self) -> memoryview | None:
         """Return the rest of the buffer that is being filled, if it is large enough to be read into directly.
 
-        None until the first byte of a segment has come: a length alone must not cost memory.
+        None until the first byte of a segment has arrived: a length alone must not cost memory.
         """
         target = self.payload.target if self.payload is not None else None
         return target if target is not None and len(target) >= DIRECT_READ_FROM else None
 
     def advance(self, num_bytes: int) -> list[Frame]:
-        """Note that so many bytes were read into `writable()`."""
+        """Record that `num_bytes` bytes were read into `writable()`."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         payload = self.payload
@@ -177,7 +177,7 @@ class FrameDecoder:
         return [frame]
 
     def _begin(self, data: bytes | bytearray | memoryview, offset: int, frames: list[Frame]) -> int:
-        """Begin the frame at `offset`, and finish it if it is small and all of it is there; return where it ends."""
+        """Start the frame at `offset`, and complete it if it is small and has fully arrived; return where it ends."""
         start, end = offset + PREFIX_BYTES, len(data)
         if end < start:
             self._head, self._head_bytes = bytearray(data[offset:]), PREFIX_BYTES
@@ -234,7 +234,7 @@ class FrameDecoder:
 
 
 class IncomingPayload:
-    """The payload of a frame whose header is checked, as it arrives in pieces.
+    """The payload of a frame with a validated header, as it arrives in pieces.
 
     Slots are mapped when the frame is complete, in order. So a reader that finds one that its sender still fills knows
     that the sender waits for nothing: it has written the whole frame.
@@ -254,7 +254,7 @@ class IncomingPayload:
         self._num_skipped = 0  # bytes of such a frame that are still to come
 
     def fill(self, data: memoryview) -> tuple[int, Frame | None]:
-        """Take bytes from the start of `data`; return how many were used, and the frame if it is complete."""
+        """Consume bytes from the start of `data`; return how many, and the frame if it is complete."""
         used, end = 0, len(data)
         while True:
             if self.target is None and not self._num_skipped:
@@ -333,7 +333,7 @@ def _check_payload(message: Call | Reply, limits: Limits, shared_dtypes: Contain
 
 
 def _check_name(name: str, what: str, limits: Limits, known_names: set[str]) -> None:
-    """Check a name, and remember it: the same few come again and again."""
+    """Check a name and cache it, because the same few names recur."""
     check_text(name, what, limits.name_bytes)
     if len(known_names) < _MAX_KNOWN_NAMES:
         known_names.add(name)

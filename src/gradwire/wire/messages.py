@@ -155,7 +155,7 @@ class Failure(_Header, frozen=True):
 
 
 class Goodbye(_Header, frozen=True):
-    """The sender leaves in good order; the end of its connections is not a failure."""
+    """The sender is shutting down cleanly; the end of its connections is not a failure."""
 
     reason: str
 
@@ -198,7 +198,7 @@ prepare(Any)
 
 
 def read_plain(value: Any, kind: Any, problem: str) -> Any:
-    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type."""
+    """Validate unpacked plain data against a type that msgspec supports, and return it as that type."""
     if kind not in _note_decoders:
         prepare(kind)
     try:
@@ -233,7 +233,7 @@ _decode_address: Final = msgspec.msgpack.Decoder(WorkerAddress).decode
 
 
 def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
-    """Decode and check an address that came from another worker or from a store."""
+    """Decode and validate an address received from another worker or a store."""
     try:
         address = _decode_address(raw)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
@@ -258,7 +258,7 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
 
 
 def check_text(text: str, what: str, max_bytes: int) -> None:
-    """Refuse a short text that is too long or has control characters."""
+    """Raise if a short text is too long or contains control characters."""
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
         raise LimitExceeded(f"{what} has more than {max_bytes} bytes")
     if _UNPRINTABLE.search(text):

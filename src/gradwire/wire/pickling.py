@@ -1,4 +1,4 @@
-"""Pickles, for workers that trust each other with code; functions by value and by name.
+"""Pickling for workers that trust each other with code; functions by value and by name.
 
 The C pickler does what it can. What it cannot do by reference (lambdas, closures, anything that was defined in
 ``__main__`` of workers that run different programs) is done again by cloudpickle, by value. Ordinary tensors stay outside of
@@ -38,7 +38,7 @@ class _ByValue(Exception):
 
 
 def _is_in_script(obj: Any) -> bool:
-    """Return whether something of ``__main__`` comes from the script itself, and was not typed in or made by ``exec``."""
+    """Return whether an object of ``__main__`` comes from the script itself, not from a prompt or ``exec``."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     parts = (
         [obj] if isinstance(obj, FunctionType) else [item for item in vars(obj).values() if type(item) is FunctionType]
@@ -77,7 +77,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value where it has to."""
+    """Pickler that falls back to pickling by value."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self.table = TensorTable()
@@ -98,7 +98,7 @@ def _table_index(obj: Any, table: TensorTable) -> int | None:
 
 
 def _reduce(obj: Any, table: TensorTable) -> Any:
-    """Take apart tensors that are not ordinary, and storages; return `NotImplemented` for everything else."""
+    """Reduce storages and tensors that are not ordinary; return `NotImplemented` for everything else."""
     if isinstance(obj, torch.UntypedStorage):
         return _rebuild_storage, (_bytes_of(obj),)
     if isinstance(obj, torch.TypedStorage):
@@ -166,7 +166,7 @@ def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, TensorTab
 
 
 def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Load a pickle of a worker that is trusted with code."""
+    """Load a pickle from a worker that is trusted with code."""
     try:
         return _Unpickler(bytes(body), tensors).load()
     except DecodeError:
@@ -196,7 +196,7 @@ _LOCAL: Final = {
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, bool]:
-    """Return what `pickle` wants from a ``__reduce_ex__``, and whether gradients get through."""
+    """Return the result of ``__reduce_ex__`` for `pickle`, and whether gradients can flow through it."""
     _check_leaves_home(tensor)
     kind = type(tensor)
     if _is_decorated(kind):
@@ -325,7 +325,7 @@ class _Changeable(Exception):
 
 
 def carry(function: Any) -> CarriedFunction | None:
-    """Return the function as a pickle that may be used again; None if it has to be pickled for every call."""
+    """Return a reusable pickle of the function; None if it must be pickled for every call."""
     if type(function) is not FunctionType:
         return None
     try:
@@ -388,7 +388,7 @@ def _check(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _global_names(code: CodeType) -> tuple[str, ...] | None:
-    """Return the names that code looks up among its globals; None if it also sets some, and so has state of its own."""
+    """Return the global names that code reads; None if it also sets some and therefore has state."""
     if code in _names:
         return _names[code]
     found: tuple[str, ...] | None

@@ -59,7 +59,7 @@ _TORCH_OBJECTS: Final[dict[str, Any]] = {
 
 
 class NotPlain(Exception):
-    """A value that this codec does not know. Carries it as its only argument."""
+    """Raised for a value that this codec does not support, which is its only argument."""
 
 
 class TensorTable:
@@ -204,7 +204,7 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], lim
 
 
 def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
-    """Turn what msgspec read into the value; lists and dicts are changed in place."""
+    """Convert data decoded by msgspec into the value; lists and dicts are changed in place."""
     kind = type(raw)
     if kind is Ext:
         if raw.code == _TENSOR:
@@ -237,7 +237,7 @@ def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any
 
 
 def _check_hashes(keys: list[Any]) -> list[Any]:
-    """Refuse keys chosen to share one hash: a thousand of them are slow to insert, a million take the worker down."""
+    """Raise for keys chosen to share a hash: a thousand of them are slow to insert, a million bring the worker down."""
     if len(keys) > _MAX_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES:
         raise DecodeError(f"a set or dict has more than {_MAX_EQUAL_HASHES} keys with the same hash")
     return keys
@@ -430,7 +430,7 @@ _BYTES_PER_ITEM: Final = 64  # what the cheapest container costs in memory, for 
 _FEWEST_ITEMS: Final = 16 * KIB
 _SAFE_RECURSION: Final = 10_000
 SCAN_FROM: Final = 8 * KIB
-"""Shorter bytes need no look: what is wrong with them is found cheaply by decoding them."""
+"""Shorter data is not checked, because decoding finds its errors cheaply."""
 
 # For every first byte: (bytes of a length that follows, bytes besides it, what it is).
 _VALUE, _ARRAY, _MAP, _STRING = range(4)
@@ -455,7 +455,7 @@ _MSGPACK_KINDS: Final = _kinds()
 
 
 def check_structure(data: bytes | bytearray | memoryview, limits: Limits) -> None:
-    """Refuse msgpack that is harmless in bytes and harmful in memory or time."""
+    """Raise for msgpack data that is small but would take excessive memory or time to decode."""
     if len(data) <= SCAN_FROM:
         return
     most = max(limits.frame_bytes // _BYTES_PER_ITEM, _FEWEST_ITEMS)

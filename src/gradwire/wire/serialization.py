@@ -1,4 +1,4 @@
-"""Values to (codec, body, tensors) and back.
+"""Convert values to (codec, body, tensors) and back.
 
     EMPTY    ((), {}): a call without arguments; no body
     NONE     None: what most calls return; no body
@@ -79,14 +79,14 @@ class Packed(msgspec.Struct, frozen=True):
 def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
     """Encode a value for another worker: ``(args, kwargs)`` for a call, anything else for a result.
 
-    If `shares_main`, the other worker runs the same script, so that ``__main__`` need not travel by value. The error for
-    what cannot travel names the part, where it is, and what to do.
+    If `shares_main`, the other worker runs the same script, so that objects of ``__main__`` can be sent by name. The error
+    for a value that cannot be sent names the part, where it is, and what to do.
     """
     return pack_bare(value) or pack_other(value, trust, limits, shares_main)
 
 
 def pack_bare(value: Any) -> Packed | None:
-    """Encode a value that is nothing but tensors or nothing at all, as most are; return None for any other."""
+    """Encode a value that consists of tensors only or of nothing, as most do; return None for any other."""
     if value is None:
         return Packed(NONE, b"", _NO_TENSORS)
     if type(value) is _TENSOR_TYPE:
@@ -137,7 +137,7 @@ def unpack(
 
 
 def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Decode a value that is nothing but tensors or nothing at all."""
+    """Decode a value that consists of tensors only or of nothing."""
     if body:
         raise DecodeError(f"codec {codec} has no body, but {len(body)} bytes were received")
     if codec == TENSORS:
