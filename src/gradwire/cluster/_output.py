@@ -130,7 +130,7 @@ class WorkerOutput:
         target = sys.stdout if stream == "stdout" else sys.stderr  # looked up each time: programs redirect them
         if target is None:
             return
-        # The program may have closed its output, or its reader may be gone; the caller goes on.
+        # The program may have closed its output, or its reader may have exited; neither stops the caller.
         with contextlib.suppress(OSError, ValueError):
             prefix = self._prefix(target.isatty())
             text = "".join(f"{prefix}{line}\n" for line in lines)

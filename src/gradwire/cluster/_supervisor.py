@@ -39,7 +39,7 @@ from gradwire.cluster.status import describe_exit
 from gradwire.types import WorkerInfo
 
 _READ_BYTES = 1 << 16
-# A pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for.
+# A pipe holds 64 KiB unless it was enlarged; further output of a detached process is not waited for.
 _LAST_READS = 16
 _FORK_SERVER_ENDED = "killed because the fork server exited"
 

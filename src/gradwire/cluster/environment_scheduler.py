@@ -50,7 +50,7 @@ from gradwire.wire.exceptions import clean
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_S = 0.1
-_LINGER_S = 0.6  # others look three times meanwhile
+_LINGER_S = 0.6  # others look three times in this period
 _FAIL_S = 2.0
 _TELL_S = 1.0
 _LONGER_S = 10.0  # how much longer than the driver the others wait: it says who is missing
@@ -115,7 +115,7 @@ def open_store(environment: LaunchEnvironment, auth: MessageAuth | None, deadlin
 
 
 def open_refusals(environment: LaunchEnvironment, deadline: float) -> KeyValueStore | None:
-    """Open the launcher's own store, where a rank on another machine that has no proof says so; None if there is none.
+    """Open the launcher's own store, where ranks on other machines without a proof report that; None if there is none.
 
     Rank 0 cannot serve one for that: without a proof nothing listens beyond loopback. Nothing else is read from it.
     """

@@ -18,7 +18,7 @@ _MAX_VALUE_BYTES = 4 << 20
 class KeyValueStore(Protocol):
     """A key-value store shared by processes. Keys are letters, digits, dots and dashes."""
 
-    where: str  # for people
+    where: str  # for messages
 
     def set(self, key: str, value: bytes) -> None:
         """Set a value atomically.

@@ -40,7 +40,7 @@ class WorkerSpec:
     environment: dict[str, str]  # on top of the driver's own
     imports: tuple[str, ...] = ()  # modules to import before anything is served
     role: str = "worker"  # what the program uses it for
-    after: int = 0  # its incarnation is to be later than that, even if the clock of its machine is behind
+    after: int = 0  # its incarnation must be later than this, even if the clock of its machine is behind
 
 
 class WorkerHandle:
@@ -50,7 +50,7 @@ class WorkerHandle:
         self.info = info
         self.pid: int | None = None
         self.address: WorkerAddress | None = None  # known once it listens
-        self.host = ""  # name of its machine, for people
+        self.host = ""  # name of its machine, for messages
         self.place: str | None = None  # what the scheduler calls the place that it runs in
         self.state = WorkerState.STARTING
         self.exit_reason: str | None = None  # e.g. "killed by SIGKILL"
@@ -74,7 +74,7 @@ class WorkerHandle:
             self.state = WorkerState.RUNNING
 
     def on_end_expected(self) -> None:
-        """Note that the driver wants the worker to end: it does not count as lost any more."""
+        """Record that the driver wants the worker to exit, so that it no longer counts as lost."""
         if not self.state.is_over:
             self.state = WorkerState.LEAVING
 

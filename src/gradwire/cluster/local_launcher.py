@@ -166,7 +166,7 @@ class LocalLauncher(Launcher):
         )
 
     def close(self) -> None:
-        """End every worker at once and remove the folder; keep the fork server. May be called again."""
+        """Kill every worker and remove the folder; keep the fork server. Idempotent."""
         with self._lock:
             is_copy = os.getpid() != self._owner_pid  # a process that the driver forked must not end its workers
             if self._is_closed or is_copy:

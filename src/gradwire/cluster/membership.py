@@ -45,7 +45,7 @@ class Departure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     name: _Name
     incarnation: _Number
     reason: _Reason
-    is_final: bool  # whether the worker is not a member any more; else it may be started again
+    is_final: bool  # whether the worker is no longer a member; otherwise it may be restarted
 
 
 def follow_driver(agent: Agent, driver: str) -> None:
@@ -97,7 +97,7 @@ def tell_members(
     def on_done(name: str, call: PendingCall) -> None:
         answers.put((name, call.error))
 
-    def ask(name: str) -> None:  # in a thread of its own: connecting to a worker that is stopped takes a while
+    def ask(name: str) -> None:  # in a separate thread: connecting to a stopped worker takes long
         try:
             agent.control(name, MEMBERS, args, timeout_s, partial(on_done, name), None)
         except Exception as error:  # it is lost as well, or too busy to be connected to

@@ -35,7 +35,7 @@ _ANY_WORKER_URI = "urn:gradwire:worker:*"
 class MessageAuth(Protocol):
     """Makes and checks proofs."""
 
-    name: str  # for people, and to tell a rank that was given something else from one with a wrong secret
+    name: str  # for messages, and to distinguish a different kind of proof from a wrong secret
 
     def sign(self, statement: bytes) -> bytes:
         """Return a proof of a statement."""

@@ -155,7 +155,7 @@ class Monitor:
     def __repr__(self) -> str:
         return f"<Monitor of {len(self._members)} workers, {self._supervision!r}>"
 
-    # -- what is known ---------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------------------
 
     def members(self) -> list[Member]:
         """Return the members in the order of their ranks."""
@@ -189,7 +189,7 @@ class Monitor:
         with self._changed:
             return self._supervision.num_restarts(member.name)
 
-    # -- what the program does -------------------------------------------------------------------------------------------
+    # -- called by the program -------------------------------------------------------------------------------------------
 
     def start(self, specs: Sequence[WorkerSpec], timeout_s: float) -> list[Member]:
         """Start workers for the first time and make them members.
@@ -270,7 +270,7 @@ class Monitor:
             self.launcher.terminate([member.handle], max(_LEAVE_S, deadline - time.monotonic()) if grace_s else 0.0)
             is_ended = True
         finally:
-            if not is_ended:  # Ctrl-C has ended the wait: it is not a member any more, and must not go on
+            if not is_ended:  # Ctrl-C has interrupted the wait: it is no longer a member and must not keep running
                 self.launcher.terminate([member.handle], 0.0)
             with self._changed:
                 self._depart(member, _REMOVED, is_final=True)
@@ -389,7 +389,7 @@ class Monitor:
             self._perform(action)
 
     def _record(self, actions: Iterable[Action], member: Member) -> None:
-        """Note what the program and the workers are to be told; the caller holds the lock."""
+        """Queue the notifications for the program and the workers; the caller holds the lock."""
         for action in actions:
             if isinstance(action, Announce):
                 if action.change == "lost":
@@ -445,7 +445,7 @@ class Monitor:
             name, life = member.name, member.life
         self._feed(partial(self._supervision.lost, name, life, handle.exit_reason or "it ended"))
 
-    # -- what takes a while ----------------------------------------------------------------------------------------------
+    # -- slow operations, each in its own thread -------------------------------------------------------------------------
 
     def _end_process(self, action: EndProcess) -> None:
         with self._changed:

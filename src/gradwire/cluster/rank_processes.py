@@ -29,8 +29,8 @@ from gradwire.cluster.status import describe_exit
 
 _LOOPBACK = "127.0.0.1"
 _READ_BYTES = 1 << 16
-_LAST_READS = 16  # a pipe holds 64 KiB; what a detached process goes on writing is not waited for
-_OTHER_LAUNCHERS = ("TORCHELASTIC_",)  # variables that would tell a rank of a world outside of this one
+_LAST_READS = 16  # a pipe holds 64 KiB; further output of a detached process is not waited for
+_OTHER_LAUNCHERS = ("TORCHELASTIC_",)  # variables that describe a world outside this one
 
 
 class SignalRanks(NamedTuple):

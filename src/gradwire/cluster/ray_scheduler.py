@@ -38,7 +38,7 @@ _CLIENT = "ray://"
 _RAY_PORTS = range(10_002, 20_000)  # where Ray's own workers listen
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: gradwire keeps nothing there
 _CONCURRENCY = 4  # `serve` lasts as long as the worker, `handle` while it starts; the rest is for a second `serve`
-_SLICE_S = 0.1  # how long a wait goes on before it looks for Ctrl-C
+_SLICE_S = 0.1  # how long a wait lasts before it checks for Ctrl-C
 _POLL_S = 0.05
 _REARM_S = 1.0
 _JOIN_S = 5.0
@@ -538,7 +538,7 @@ class RayScheduler(Scheduler):
 def _check_same_mode(failure: WorkerStartFailed) -> None:
     """Report if an actor cannot start because the driver uses a token and the cluster does not."""
 
-    def requires_token() -> bool:  # inside of this function, so that its code travels and no node needs gradwire for it
+    def requires_token() -> bool:  # nested, so that its code is sent by value and no node needs gradwire for it
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
         return bool(is_token_auth_enabled())

@@ -98,7 +98,7 @@ def start_remote(
         resources.callback(scheduler.close)
         check_no_other()
         last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
-        # With the cryptography library, which takes a while to import.
+        # Imports the cryptography library, which is slow.
         from gradwire.transports.certificates import Authority, ProcessKey
 
         *infos, driver = options.infos()

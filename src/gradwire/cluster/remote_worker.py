@@ -1,7 +1,7 @@
 """A worker in a process that a scheduler started.
 
-It runs inside of that process, beside what the scheduler has in it: it forks nothing, installs no signal handler, and need
-not be in the main thread. The scheduler's program passes messages to `RemoteWorker.handle`, one thread of it waits in
+It runs inside that process, alongside the scheduler's own code: it does not fork, installs no signal handler, and need not
+be in the main thread. The scheduler's program passes messages to `RemoteWorker.handle`, one thread of it waits in
 `RemoteWorker.serve`; `gradwire.cluster.enrolment` has the messages. From `Ready` on the driver speaks to the worker over
 gradwire's own connections:
 
@@ -278,7 +278,7 @@ def _start_thread(target: Callable[..., None], *args: Any) -> None:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether the answer is that the other process does not listen any more, or has given this one up."""
+    """Return whether the error means that the other process no longer listens, or has declared this one lost."""
     while error is not None and not isinstance(
         error, ConnectionRefusedError | FileNotFoundError | AuthenticationFailed
     ):

@@ -18,7 +18,7 @@ from typing import Protocol
 class RemoteProcess(Protocol):
     """One process that a scheduler started for a worker."""
 
-    place: str  # for people, e.g. "Ray node 10.0.0.4, bundle 3"
+    place: str  # for messages, e.g. "Ray node 10.0.0.4, bundle 3"
 
     def exchange(self, message: bytes, deadline: float) -> bytes:
         """Send a message to the process and return its reply.

@@ -6,7 +6,7 @@
     <round>.<k>.request.0            ------->
                                      <-------        <round>.<k>.reply.0
     ...
-    <round>.closed = <why>           ------->        if the driver gives up
+    <round>.closed = <why>           ------->        if the driver aborts
 
 A store may outlive a run, or be used by the next round of it (torchrun starts all ranks again when one fails). What counts
 is the round that the driver has made: a process that finds a new one says hello again, and what is left from an old one
@@ -36,7 +36,7 @@ from gradwire.transports.registry import host_identity
 
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.2
-_NAMED = 8  # at most so many processes are named in an error
+_NAMED = 8  # number of processes listed in an error
 _DRIVER = -1
 
 
@@ -280,7 +280,7 @@ class WorkerExchange:
         self._hello = Hello.make(auth)
         self._number = 0
         self._is_taken = False  # whether another process has said hello under this number in this round
-        self._old_reason: str | None = None  # why the driver had given up before this process arrived
+        self._old_reason: str | None = None  # why the driver had aborted before this process arrived
 
     def serve(self, handle: Callable[[bytes], bytes], is_done: Callable[[], bool], deadline: float) -> None:
         """Answer requests of the driver until `is_done`.
@@ -311,7 +311,7 @@ class WorkerExchange:
         if found == self._round or not (found.isalnum() and len(found) <= 64):
             return
         self._round, self._number, self._hello = found, 0, Hello.make(self._auth)
-        # A driver that had given up before this process came may be one of an earlier round: the next one will make its own.
+        # A driver that aborted before this process arrived may belong to an earlier round: the next one starts its own.
         self._old_reason = self._closed()
         # So may a process of this number that has said hello; or it is a second one, which the driver will not speak to.
         self._is_taken = self._post.store.get(f"{found}.{self._process}.hello") is not None

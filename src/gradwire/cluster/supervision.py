@@ -240,9 +240,9 @@ class Supervision:
         """The new process of a worker can be called."""
         member = self._find(name, life)
         if member is None or self._is_closed:
-            return [EndProcess(name, life)]  # removed meanwhile
+            return [EndProcess(name, life)]  # removed in the meantime
         if member.phase is not Phase.STARTING:
-            return []  # lost meanwhile
+            return []  # lost in the meantime
         member.phase, member.began, member.heard, member.is_asked = Phase.REBUILDING, now, now, False
         return [Rebuild(name, life)]
 

@@ -350,7 +350,7 @@ class Liveness:
         """Ensure that the worker has a control lane; call this when the connection is no longer listed."""
         if self._agent.is_closed:
             return
-        # Not put off by the next one that ends: a worker could go on with that.
+        # Not postponed by the next connection that ends: a worker could repeat that for ever.
         known = self._doubtful.get(address.info.name)
         when = known[0] if known is not None else time.monotonic() + _RETURN_S
         self._doubtful[address.info.name] = when, address

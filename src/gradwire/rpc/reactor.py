@@ -303,7 +303,7 @@ class _Clock:
     def expect(self, when: float) -> None:
         with self._lock:
             self._is_in_demand = True
-            if self._is_sweeping:  # waking it would make it sweep once more for every call that is made meanwhile
+            if self._is_sweeping:  # waking it would cause another sweep for every call made in the meantime
                 self._wanted = min(self._wanted, when)
                 return
         self.wake()

@@ -1,8 +1,8 @@
 """The right to read a connection: one thread at a time holds it.
 
-    service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> give up
-    waiting caller   hold -> read until its own answer is there -> arm if others still wait -> give up
-    backward pass    hold several -> read, handle what is of the pass, read ... -> arm -> give up
+    service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> release
+    waiting caller   hold -> read until its own reply has arrived -> arm if others still wait -> release
+    backward pass    hold several -> read, handle frames of the pass, read ... -> arm -> release
     clock            holder stuck in user code -> take over: another thread reads the rest
 
 Frames that were read but not yet handled are kept in the inbox, so that the next holder continues where the last stopped.
@@ -264,7 +264,7 @@ class Reader:
             if self._epoch != epoch or not self._held:
                 return
             if before is not None and not 0.0 < self._busy_since < before:
-                return  # it went on meanwhile
+                return  # it has resumed in the meantime
             self._busy_since = 0.0
             self.will_flush = False
             self._epoch += 1

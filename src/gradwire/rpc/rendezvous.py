@@ -46,7 +46,7 @@ from gradwire.wire.messages import decode_address, encode_address
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.05
 _OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
-_LINGER_S = 0.6  # others look for an obstacle three times meanwhile
+_LINGER_S = 0.6  # others look for an obstacle three times in this period
 _read_notes: set[str] = set()  # notes about obstacles that this process knows: it may try again with another name
 
 Obstacle = Literal["duplicate", "refused"]
@@ -148,7 +148,7 @@ class StoreDirectory(StaticDirectory):
             self.complete()
 
     def refusals(self) -> str:
-        """Return which connections the meeting point has refused, for people."""
+        """Return the connections that the meeting point has refused, as text."""
         return self._store.refusals()
 
     def find(self, worker: str | int) -> WorkerAddress:
@@ -326,7 +326,7 @@ class Meeting:
     def join(self, deadline: float) -> None:
         """Return when every rank is there."""
         own = self._host() if self._rank == 0 else None
-        # Those who give up withdraw, so look who is there shortly before.
+        # Ranks that time out withdraw, so check who has arrived shortly before that.
         look = deadline - 0.1 * max(0.0, deadline - time.monotonic())
         while time.monotonic() < deadline:
             answer = own or self._ask_to_join()
@@ -340,7 +340,7 @@ class Meeting:
                 self._check_obstacle()
                 self._directory.check_store()
             except MeetingPointLost as error:
-                if self._arrived:  # rank 0 gave up a moment before this one: it says who did not come
+                if self._arrived:  # rank 0 timed out a moment before this one and reports who is missing
                     raise self._failure() from error
                 raise
             _interrupts.sleep(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)

@@ -613,7 +613,7 @@ def _transport(
 
 
 _servers: set[StoreServer] = set()  # that are open; single operations only
-_abandoned: list[StoreServer] = []  # kept, because their sockets would close descriptors that are others' by then
+_abandoned: list[StoreServer] = []  # kept, because closing their sockets would close descriptors that have been reused
 
 
 def _forget_after_fork() -> None:

@@ -387,7 +387,7 @@ class Server:
                     self._answer_later(request, value)
                 else:
                     request.source.reply(request, value)
-            except BaseException as error:  # it may set off callbacks of the user; the thread goes on reading
+            except BaseException as error:  # it may run user callbacks; the thread must keep reading
                 request.source.fail(request, error)
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Adopt(_Message, frozen=True, tag=0):
-    """To the owner: list this fork of mine. The value may not exist yet if the call of `maker` is to make it."""
+    """To the owner: list this fork of mine. The value may not exist yet if a call of `maker` creates it."""
 
     rref_id: Number
     fork_id: Number

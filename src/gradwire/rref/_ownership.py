@@ -96,8 +96,8 @@ class Value(msgspec.Struct):
 
     holders: dict[int, Worker] = {}  # by fork
     is_needed: bool = False  # by this worker's own code
-    maker: Worker | None = None  # whose call is to make it, while it is only expected
-    expected_by: Worker | None = None  # the worker that named it first, meanwhile
+    maker: Worker | None = None  # whose call will create it, while it is only expected
+    expected_by: Worker | None = None  # the worker that named it first, until then
     first: int = 0  # the fork that it was made for, if another worker's call has made it
 
 
@@ -449,7 +449,7 @@ class Ownership:
             self._values[rref_id].is_needed = True
             return [Accept(sender, fork_id)]
         if self._has_ended(sender, fork_id) or self._has_ended(owner, fork_id):
-            return None  # it must not be taken any more
+            return None  # it must no longer be accepted
         if fork_id in self._forks:
             return []  # a repeat
         if sender == owner:

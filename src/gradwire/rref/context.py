@@ -201,7 +201,7 @@ class References:
         self._owned: dict[int, Owned] = {}  # values here that others know of
         self._forks: dict[int, UserFork] = {}  # references to values elsewhere
         self._transits: dict[int, Transit] = {}  # by fork
-        self._unreached: set[int] = set()  # ranks to which what is not acknowledged is to be sent again
+        self._unreached: set[int] = set()  # ranks to which unacknowledged messages must be sent again
         # Single operations only:
         self._dropped: collections.deque[Owned | UserFork] = collections.deque()  # filled by finalizers
         self._early: collections.deque[UserFork] = collections.deque()
@@ -365,7 +365,7 @@ class References:
     def on_created(self, fork: UserFork) -> None:
         with self._lock:
             actions = self._ownership.confirmed(fork.fork_id, fork.owner_life)
-        if len(actions) > 1:  # it is not needed any more; messages may leave in any order, so the lock need not be kept
+        if len(actions) > 1:  # it is no longer needed; messages may leave in any order, so the lock need not be held
             with self._effects:
                 self._apply(actions)
         fork.confirm()

@@ -5,7 +5,7 @@ that are not acknowledged are sent again, and the receiver takes each number onc
 arrived so far, so the next one makes up for a lost one; it travels with the messages in the other direction, or alone if
 there are none.
 
-A worker that is presumed dead may be behind a connection that was cut, and come back. Nothing is sent to it meanwhile, and
+A worker that is presumed dead may be behind a connection that was cut, and come back. Nothing is sent to it until then, and
 nothing is dropped until its incarnation has ended (`forget`).
 
 At most `WINDOW` batches of at most `MAX_MESSAGES` are in flight to one worker; the rest waits here.

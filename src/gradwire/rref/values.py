@@ -87,7 +87,7 @@ class Owned(_Awaited, eq=False):
     leaves: Any = None  # keeps its leaf tensors safe to be used by several threads
     _next_look: float = float("inf")
     is_shared: bool = False  # other workers were told of it
-    is_freed: bool = False  # no worker refers to it any more
+    is_freed: bool = False  # no worker refers to it any longer
     fork_id: ClassVar[int] = 0  # it is not a reference to a value elsewhere
 
     def set(self, value: Any) -> None:

@@ -162,7 +162,7 @@ class LendingArena:
         """Return the descriptor of a new slot for messages of this size, to be sent with a frame; the caller closes it.
 
         None where limits or the system do not allow another slot. What becomes of the frame does not matter here: a slot
-        that the receiver does not map is given up after a while.
+        that the receiver does not map is dropped after some time.
         """
         capacity = round_up(num_bytes) if num_bytes > 0 else 0
         with self._lock:
@@ -185,7 +185,7 @@ class LendingArena:
     def cancel(self, lease: Lease) -> None:
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
-            if slot not in self._lent.get(capacity, ()):  # closed meanwhile
+            if slot not in self._lent.get(capacity, ()):  # closed in the meantime
                 return
             self._lent[capacity].remove(slot)
             slot.state.value = FREE
@@ -215,7 +215,7 @@ class LendingArena:
         return free.pop() if free else None
 
     def _has_touched(self, slot: Slot, num_bytes: int) -> bool:
-        """Make a free slot's pages; without memory for them it is given up."""
+        """Allocate a free slot's pages; drop the slot if there is no memory for them."""
         try:
             slot.touch(num_bytes)
         except OSError:
@@ -352,7 +352,7 @@ class BorrowedSlots:
             slot = Slot(slot_id, capacity, fd)
         except OSError:  # no address space for it
             return
-        if slot.state.value != OFFERED:  # its sender has given it up meanwhile
+        if slot.state.value != OFFERED:  # its sender has dropped it in the meantime
             return
         self._slots[slot_id] = slot
         self._num_created += 1

@@ -159,7 +159,7 @@ class StreamConnection:
             if shared is not None:
                 self._write(buffers, shared.descriptors, deadline)
                 is_out = True
-                shared.fill()  # the lock is free, so another thread may send its frame meanwhile
+                shared.fill()  # the lock is free, so another thread may send its frame at the same time
             elif not (hold_back and self._hold_back(buffers)):
                 self._write(buffers, (), deadline)
         finally:
@@ -361,7 +361,7 @@ class StreamConnection:
 
 _COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
 _MAX_LEASES = 64
-_MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
+_MAX_DESCRIPTORS = 64  # the receiver's limit; the kernel accepts 253 with one frame
 # Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
 _ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
 # At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _DETAILS_LIMITS: Final = Limits()
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 _NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit)
-# Attributes that built-in exceptions keep outside of `args` and `__dict__`.
+# Attributes that built-in exceptions keep outside `args` and `__dict__`.
 _BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] = (
     (ImportError, ("name", "path")),
     (AttributeError, ("name",)),

@@ -103,7 +103,7 @@ class FrameDecoder:
     ) -> None:
         """Make a decoder at the start of a connection.
 
-        `allocate` makes a writable buffer for a tensor segment of so many bytes (at least 1). `map_slot` returns the buffer
+        `allocate` makes a writable buffer for a tensor segment of a given size (at least 1). `map_slot` returns the buffer
         of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts.
         """
         self.accept = accept  # the driver replaces it when the handshake is over
@@ -114,7 +114,7 @@ class FrameDecoder:
         self._shared_dtypes: Container[int] = shared_dtypes if map_slot is not None else ()
         self._known_names: set[str] = set()  # of functions and notes that were checked; a few, whatever the peer sends
         self._head = bytearray()  # a prefix and header that are not complete yet
-        self._head_bytes = 0  # how many are needed to go on with them
+        self._head_bytes = 0  # how many are needed to continue
         self._is_dead = False
 
     def __repr__(self) -> str:
@@ -285,7 +285,7 @@ class IncomingPayload:
             return False
         try:
             buffer = bytearray(num_bytes) if part is None else self._allocate(num_bytes)
-        except (MemoryError, OSError):  # the rest of the frame is skipped, so that the connection can go on
+        except (MemoryError, OSError):  # the rest of the frame is skipped, so that the connection stays usable
             later = self._parts[len(self._buffers) + 1 :]
             self._num_skipped = num_bytes + sum(part.num_bytes for part in later if part and part.slot is None)
             self._shortage = f"cannot allocate {num_bytes:,} bytes"

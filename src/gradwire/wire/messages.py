@@ -121,7 +121,7 @@ class Welcome(_Header, frozen=True):
 class Refused(_Header, frozen=True):
     """The connection is not opened, and why. Never holds a secret."""
 
-    reason: str  # for people
+    reason: str  # human-readable
     is_taken: bool = False  # whether the reason is that another worker has the caller's name or rank
 
 

@@ -1,7 +1,7 @@
 """Pickling for workers that trust each other with code; functions by value and by name.
 
 The C pickler does what it can. What it cannot do by reference (lambdas, closures, anything that was defined in
-``__main__`` of workers that run different programs) is done again by cloudpickle, by value. Ordinary tensors stay outside of
+``__main__`` of workers that run different programs) is done again by cloudpickle, by value. Ordinary tensors stay outside
 the pickle. A tensor of any other class is taken apart into ordinary ones, so that gradients get through where they can.
 """
 
@@ -180,7 +180,7 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> 
         raise CannotSend(f"a value cannot be rebuilt on this worker: {type(error).__name__}: {error}") from error
 
 
-# Tensors and storages inside of a pickle
+# Tensors and storages inside a pickle
 
 
 _ORDINARY: Final = (torch.Tensor, torch.nn.Parameter)

@@ -1,11 +1,11 @@
-"""Tensors as metadata and bytes, and back.
+"""Convert tensors to metadata and bytes, and back.
 
-A tensor travels as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made
+A tensor is sent as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made
 of two (COO: indices, values) or three (compressed: compressed indices, plain indices, values). Only the elements that
 the tensor shows are sent, in row-major order: strides and memory format are not part of a tensor's value, and a row of
 a large matrix costs a row. Names of dimensions, hooks and Python attributes are not sent.
 
-    describe(tensor) -> meta, parts      sender; parts are views, so the caller copies before it lets the user go on
+    describe(tensor) -> meta, parts      sender; parts are views, so the caller copies them before it returns
     as_bytes(part)   -> bytes            sender; or copy_into(part, target), for shared memory
     validate(meta)   -> payload bytes    receiver, before it allocates anything
     rebuild(meta, buffers) -> tensor     receiver; the tensor uses the buffers in place
@@ -124,7 +124,7 @@ def _describe_any(tensor: torch.Tensor, limits: Limits) -> tuple[TensorMeta, lis
 
 
 def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
-    """Raise an error that says why a tensor cannot travel, and what to send instead."""
+    """Raise an error that says why a tensor cannot be sent, and what to send instead."""
     kind, reason = type(tensor), ""
     if kind is not _TENSOR and kind is not torch.nn.Parameter:
         reason = f"it is a {kind.__module__}.{kind.__qualname__}; send a plain tensor, e.g. its local part"
@@ -188,7 +188,7 @@ def as_bytes(part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
 
 
 def address_of(part: torch.Tensor) -> int:
-    """Return where the bytes of a contiguous part begin; 0 for zeros that were never written down."""
+    """Return the address of a contiguous part's bytes; 0 for zeros that are not materialized."""
     try:
         return part.data_ptr()
     except RuntimeError as error:
@@ -219,7 +219,7 @@ def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
 
 
 def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = ()) -> int:
-    """Check metadata that came from another worker, before anything is allocated for it.
+    """Validate metadata received from another worker, before anything is allocated for it.
 
     The ranges of single fields were checked when it was decoded. Returns how many bytes of the payload belong to this
     tensor; bytes in shared-memory slots do not count.
