@@ -561,7 +561,7 @@ def test_a_stopped_worker_that_cannot_be_killed_is_refused_and_ends_itself(
         with pytest.raises(WorkerLost, match="has not responded"):
             late.wait()
         assert is_there(old)
-        assert "cannot be ended" in caplog.text
+        assert "cannot be stopped" in caplog.text
         Path(mark).unlink()  # what the old process waits for
         os.kill(old, signal.SIGCONT)
         wait_until(lambda: not is_there(old), 10.0, "the end of the old process")
