@@ -1,4 +1,4 @@
-"""Options of `init_rpc`, under the names that PyTorch's users know."""
+"""Options of `init_rpc`, with PyTorch's names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ DeviceMap = dict[Any, Any]
 
 
 class RpcBackendOptions:
-    """What every backend has.
+    """Options common to all backends.
 
     Args:
-        rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
+        rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
 
     Raises:
@@ -35,7 +35,9 @@ class RpcBackendOptions:
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if not isinstance(rpc_timeout, int | float):
             kind, given = type(self).__name__, type(rpc_timeout).__name__
-            raise TypeError(f"{kind}: incompatible constructor arguments: rpc_timeout is in seconds, not a {given}")
+            raise TypeError(
+                f"{kind}: incompatible constructor arguments: rpc_timeout must be a number of seconds, not a {given}"
+            )
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
 
@@ -44,22 +46,22 @@ class RpcBackendOptions:
 
 
 class RpcOptions(RpcBackendOptions):
-    """How a worker runs and how the workers find each other.
+    """Options of a worker, and of how the workers find each other.
 
     Args:
-        num_worker_threads: User functions that compute at once; those that wait do not count.
-        rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
+        num_worker_threads: User functions that run at the same time; those waiting for another call do not count.
+        rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
-        init_timeout: How long to wait for the other workers.
+        init_timeout: Seconds to wait for the other workers.
         trust: ``"code"`` (any function, pickled arguments) or ``"data"`` (exposed functions, plain data, no pickle);
-            by default ``"code"`` on one machine and ``"data"`` where TLS keys are given.
-        transports: Schemes to use; by default ``unix``, and ``tcp`` where TLS keys are given.
-        tls: Keys for other machines. With these, the workers also meet over TLS: rank 0 listens at the ``tcp://`` or ``env://``
-            address itself.
+            by default ``"code"`` on one machine and ``"data"`` if TLS keys are given.
+        transports: Schemes to use; by default ``unix`` and, if TLS keys are given, ``tcp``.
+        tls: Keys for connections between machines. With keys, the rendezvous uses TLS as well: rank 0 itself listens at the
+            ``tcp://`` or ``env://`` address.
         bind_host: Address for ``tcp``; by default the one that faces the meeting point.
-        bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
-        limits: What is accepted from other workers.
-        shared_memory_from: Tensors of so many bytes and more go through shared memory on one machine.
+        bind_port: Port for ``tcp``: 0 for any free port, ``(first, last)`` for a free one in that range.
+        limits: Limits on what is accepted from other workers.
+        shared_memory_from: Size in bytes from which tensors go through shared memory on one machine.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class RpcOptions(RpcBackendOptions):
         """Return the settings of one worker, whose address as seen from the meeting point is `bind_host`.
 
         Raises:
-            ConfigurationError: One of them is wrong.
+            ConfigurationError: A setting is wrong.
         """
         return WorkerConfig(
             num_worker_threads=self.num_worker_threads,
@@ -110,10 +112,10 @@ class RpcOptions(RpcBackendOptions):
 
 
 class TensorPipeRpcBackendOptions(RpcOptions):
-    """PyTorch's options, accepted as they are.
+    """Options with the signature of PyTorch's class of the same name.
 
-    Device maps are checked and kept. Tensors on other devices are staged through the CPU and arrive on the device they
-    came from, so a map is not needed for that. `_transports` and `_channels` name parts of another system and do nothing.
+    Device maps are checked and stored, but not needed: tensors on other devices are staged through the CPU and arrive on
+    the device they came from. `_transports` and `_channels` are ignored.
     """
 
     def __init__(
@@ -138,17 +140,17 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Add a map from devices here to devices there.
+        """Add a map from devices of this worker to devices of worker `to`.
 
         Raises:
-            ConfigurationError: Two devices map to one.
+            ConfigurationError: Two devices are mapped to the same device.
         """
         known = dict(self.device_maps.get(to, {}))
         known.update({torch.device(source): torch.device(target) for source, target in device_map.items()})
         if len(set(known.values())) != len(known):
-            raise ConfigurationError(f"the device map for {to} sends two devices to one: {device_map}")
+            raise ConfigurationError(f"the device map for {to} maps two devices to the same device: {device_map}")
         self.device_maps[to] = known
 
     def set_devices(self, devices: list[Any]) -> None:
-        """Return the devices that calls may use."""
+        """Set the devices that calls may use."""
         self.devices = [torch.device(device) for device in devices]

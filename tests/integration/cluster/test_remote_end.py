@@ -79,7 +79,7 @@ def test_import_that_fails_shows_its_traceback_and_what_it_printed(
 def test_crash_while_importing_shows_what_was_printed(module: Callable[[str], str]) -> None:
     name = module("import ctypes\nprint('about to crash', flush=True)\nimport time\nctypes.string_at(0)\n")
     text = fail_to_start(ProcessScheduler(), imports=[name])
-    assert text.startswith("worker0 (machine0, slot 0) ended before it was ready: killed by SIGSEGV; it printed:")
+    assert text.startswith("worker0 (machine0, slot 0) exited before it was ready: killed by SIGSEGV; it printed:")
     assert "Segmentation fault" in text
     assert 'start_module.py", line 4' in text
 
@@ -100,7 +100,7 @@ def test_program_that_does_not_run_at_all(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import sys\nprint('cannot find libcuda')\nsys.exit(7)\n")
     text = fail_to_start(ProcessScheduler([Machine(program=str(program))]))
-    assert text == "machine0, slot 0 ended before it was ready: exited with code 7; it printed:\ncannot find libcuda\n"
+    assert text == "machine0, slot 0 exited before it was ready: exited with code 7; it printed:\ncannot find libcuda\n"
 
 
 def test_ctrl_c_while_workers_start_ends_them(module: Callable[[str], str]) -> None:

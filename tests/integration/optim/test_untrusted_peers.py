@@ -203,7 +203,7 @@ def test_workers_that_hold_no_reference_are_refused(make_agents: MakeAgents) -> 
             _, order = there._prepare(operation, 10.0)
             rref_id, maker = order[:2]
             for claimed in {maker, None}:
-                with pytest.raises((RRefError, DecodeError), match=r"holds no reference to it|named another worker"):
+                with pytest.raises((RRefError, DecodeError), match=r"holds no reference to it|gave another worker"):
                     c.call("b", OPERATE, (rref_id, claimed, *operation))
         assert torch.allclose(step(optimizer, weight), torch.full((3, 2), 0.8))
         del optimizer, there, weight

@@ -178,7 +178,7 @@ def test_only_a_newer_incarnation_replaces() -> None:
 @pytest.mark.parametrize(("name", "rank"), [("z", 0), ("a", 1), ("a", 7), ("b", 0)])
 def test_names_and_ranks_stay_together(name: str, rank: int) -> None:
     directory = StaticDirectory([make_address("a", 0), make_address("b", 1)])
-    with pytest.raises(IdentityTaken, match=f"{name} of rank {rank}; every rank needs a name of its own"):
+    with pytest.raises(IdentityTaken, match=f"{name} with rank {rank}; give every worker its own name"):
         directory.update(make_address(name, rank, incarnation=9))
     assert directory.find(0) == directory.find("a") == make_address("a", 0)
     assert directory.find(1) == directory.find("b") == make_address("b", 1)

@@ -83,9 +83,9 @@ def test_cycles_and_depth_are_refused_on_both_sides() -> None:
         deep = [deep]
     packed = serialization.pack(deep, "data", LIMITS)
     assert round_trip(deep) == deep
-    with pytest.raises(CannotSend, match="deeper"):
+    with pytest.raises(CannotSend, match="deep"):
         serialization.pack([deep], "data", LIMITS)
-    with pytest.raises(LimitExceeded, match="deeper"):
+    with pytest.raises(LimitExceeded, match="deep"):
         serialization.unpack(packed.codec, packed.body, [], "data", Limits(depth=LIMITS.depth - 1))
 
 
