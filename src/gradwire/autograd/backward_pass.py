@@ -88,7 +88,10 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
                 f"unless gradients are given"
             )
         if tensor.grad_fn is None:
-            raise AutogradError(f"root {number} does not have a valid gradient function: it is a leaf")
+            raise AutogradError(
+                f"root {number} does not have a valid gradient function, so nothing leads back from it. If it is the result "
+                f"of a call, that call was made outside of this context: move the call inside the `with` block"
+            )
         if gradient is None:
             gradient = torch.ones_like(tensor, memory_format=torch.preserve_format)
         elif gradient.shape != tensor.shape:

@@ -159,6 +159,15 @@ def test_what_cannot_be_a_root(trio: list[Agent], case: str, mode: Any) -> None:
         assert gw.autograd._get_debug_info()["num_current_backward_passes"] == "0"
 
 
+def test_a_loss_from_a_call_outside_of_the_context_says_so(trio: list[Agent]) -> None:
+    loss = rpc.rpc_sync("b", torch.sum, args=(torch.ones(3, requires_grad=True),))
+    with (
+        gw.autograd.context() as ctx,
+        pytest.raises(AutogradError, match=r"made outside of this context: move the call"),
+    ):
+        gw.autograd.backward(ctx, loss)
+
+
 def test_gradients_must_fit_the_roots(trio: list[Agent]) -> None:
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
