@@ -211,8 +211,8 @@ class RemoteModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Raise `ConfigurationError`, which is a `ValueError`: an optimizer on copies would train nothing."""
         raise ConfigurationError(
-            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead. "
-            "named_parameters() gives copies to look at"
+            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead, or pass the "
+            "module itself: DistributedOptimizer(torch.optim.SGD, [module], lr=0.1). named_parameters() returns copies"
         )
 
     def named_parameters(
