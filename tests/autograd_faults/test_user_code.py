@@ -49,7 +49,7 @@ def test_backward_raises_on_a_worker(cluster: Cluster, mode: str, way: list[str]
             ctx.backward(loss, mode=mode)
         assert (caught.value.worker, caught.value.operation) == (where, "running the local backward")
         text = traceback_of(caught.value)
-        assert f"on worker '{where}'" in text
+        assert f"of worker '{where}'" in text
         assert 'raise OnPurpose("in backward")' in text
         wait_dropped(ctx, cluster.workers)
     check_works(cluster.workers)
