@@ -92,7 +92,7 @@ class context:
 
     def __enter__(self) -> ContextId:
         if self._token is not None:
-            raise AutogradError("a context can be entered once; make another with gradwire.autograd.context()")
+            raise AutogradError("a context can be entered only once; create another with gradwire.autograd.context()")
         self._engine = current_engine()
         made = self._engine.container.new_context()
         self._token = current_context.set(made.context_id)
@@ -144,7 +144,8 @@ def backward(
     """
     if optimizer is not None and not hasattr(optimizer, "follow_backward"):
         raise ConfigurationError(
-            f"backward steps a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call its step()"
+            f"optimizer must be a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call the "
+            f"step() of other optimizers after backward"
         )
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
     current_engine().backward(context_id, options, roots, gradients, inputs)
@@ -247,7 +248,7 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
     """
     tensors: tuple[Any, ...] = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
-        raise AutogradError("roots must be tensors that require grad, on the worker that asks for the graph")
+        raise AutogradError("roots must be tensors that require grad, on the worker that calls graph")
     engine = current_engine()
     return engine.prober.graph(engine.container.retrieve(context_id), tensors, _seconds(timeout))
 

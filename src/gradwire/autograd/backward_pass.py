@@ -89,8 +89,9 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
             )
         if tensor.grad_fn is None:
             raise AutogradError(
-                f"root {number} does not have a valid gradient function, so nothing leads back from it. If it is the result "
-                f"of a call, that call was made outside of this context: move the call inside the `with` block"
+                f"root {number} does not have a valid gradient function: no recorded operation produced it. If it is "
+                f"the result of a call, that call was made outside of this context: move the call inside the `with` "
+                f"block"
             )
         if gradient is None:
             gradient = torch.ones_like(tensor, memory_format=torch.preserve_format)
@@ -207,8 +208,8 @@ class BackwardPass:
         is_awaited = self.state.awaits(message_id, receiver)
         if is_awaited is None and gradients is not None:
             raise AutogradError(
-                f"a gradient came for message {message_id:#x}, which this worker has not sent to worker {receiver} in this "
-                f"context; was this worker restarted?"
+                f"received a gradient for message {message_id:#x}, which this worker did not send to worker {receiver} "
+                f"in this context; was this worker restarted?"
             )
         if not is_awaited:  # or it was made after this worker joined, so it has no part in the loss
             return False
@@ -460,7 +461,7 @@ def unpack_answers(
             continue
         mine = tensors[position : position + sum(item.defined)]
         if len(mine) < sum(item.defined):
-            raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
+            raise AutogradError(f"a message from {sender.name} is missing gradients for message {item.message_id:#x}")
         position += len(mine)
         if item.recorded_id != NO_ID:
             mine = _record_gradients(context, sender, item, mine)
@@ -471,7 +472,7 @@ def unpack_answers(
             answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
     if position < len(tensors):
         raise AutogradError(
-            f"a message of {sender.name} carries {len(tensors) - position} gradients more than it names"
+            f"a message from {sender.name} carries {len(tensors) - position} more gradients than it lists"
         )
     return answers
 
@@ -481,7 +482,7 @@ def _record_gradients(
 ) -> list[torch.Tensor]:
     """With `create_graph`: gradients that arrive are part of the graph, too."""
     if not all(0 <= number < len(gradients) for number in item.recorded) or not item.recorded:
-        raise AutogradError(f"a message of {sender.name} names gradients that it does not carry")
+        raise AutogradError(f"a message from {sender.name} lists gradients that it does not carry")
     chosen = [gradients[number] for number in item.recorded]
     outputs = context.record_recv(item.recorded_id, sender.id, "gradient", chosen)
     gradients = list(gradients)
@@ -514,7 +515,7 @@ def follow_routes(
         found = sums.get(message_id)
         if found and (num_tensors > _MOST_TENSORS or not all(0 <= number < num_tensors for number in found)):
             raise AutogradError(
-                f"worker {recv.peer} offered a shortcut to tensors that message {message_id:#x} has not"
+                f"worker {recv.peer} offered a shortcut to tensors that message {message_id:#x} does not have"
             )
         answers[worker, message_id] = [found.get(number) for number in range(num_tensors)] if found else None
     return answers

@@ -140,7 +140,7 @@ class RecordedSend:
     def check(self, gradients: Gradients) -> None:
         """Refuse gradients that cannot be those of the tensors that were sent."""
         if len(gradients) != len(self._metadata):
-            raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
+            raise self._refuse(f"got {len(gradients)} for {len(self._metadata)} tensors")
         is_any_defined = False
         for number, gradient in enumerate(gradients):
             if gradient is None:
@@ -148,15 +148,15 @@ class RecordedSend:
             is_any_defined = True
             shape, dtype = self._metadata[number]
             if gradient.shape != shape:
-                raise self._refuse(f"number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
+                raise self._refuse(f"gradient {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
             if gradient.dtype != dtype:
-                raise self._refuse(f"number {number} has dtype {gradient.dtype}, not {dtype}")
+                raise self._refuse(f"gradient {number} has dtype {gradient.dtype}, not {dtype}")
         if not is_any_defined:
-            raise self._refuse("all are undefined, which must be sent as no gradient at all")
+            raise self._refuse("all of them are undefined; the peer must report no gradient instead")
 
     def _refuse(self, reason: str) -> AutogradError:
         return AutogradError(
-            f"wrong gradients for send {self.message_id:#x} of {self.function} ({self.site}): {reason}"
+            f"invalid gradients for send {self.message_id:#x} of {self.function} ({self.site}): {reason}"
         )
 
 
@@ -308,8 +308,8 @@ class DistAutogradContext:
                 while self.has_undecided_pass:
                     if time.monotonic() > deadline:
                         raise RpcTimeout(
-                            f"a backward pass of context {self.context_id} is done here, but its root has not said in "
-                            f"{timeout_s:g} s whether it counts"
+                            f"a backward pass of context {self.context_id} has finished on this worker, but its root "
+                            f"did not report within {timeout_s:g} s whether it was committed"
                         )
                     _interrupts.wait(self._changed, _SLICE_S)
         self.check_alive()
@@ -492,7 +492,7 @@ class DistAutogradContainer:
                 + (
                     f"It was released {where}"
                     if where
-                    else f"Worker {self.worker} has never had to do with it; pass the id that autograd.context() gave"
+                    else f"Worker {self.worker} has never taken part in it; pass the id that autograd.context() returned"
                 )
             )
         return context

@@ -189,7 +189,7 @@ class DistEngine:
             self.tell_due()
         current = context.begin_pass(pass_id, make)
         if current is None:
-            raise UnknownContext(f"context {context_id} was released while backward began")
+            raise UnknownContext(f"context {context_id} was released while backward was starting")
         self.num_passes += 1
         has_returned = False
         try:
@@ -625,7 +625,7 @@ class DistEngine:
     def _ask_to_be_told(self, context_id: int) -> None:
         creator = creator_of(context_id)
         if not self.tell(creator, "autograd.holds", HoldsContext(context_id), is_urgent=False):
-            where = f"because worker {creator}, which made it, cannot be reached, nor who brought it to {self.worker}"
+            where = f"because worker {creator}, which made it, and the worker that sent it to {self.worker} are unreachable"
             self._release(context_id, where, creator, is_suspected=True)
 
     def _on_holds(self, sender: WorkerInfo, message: HoldsContext, _: list[torch.Tensor]) -> None:
@@ -743,8 +743,8 @@ class _Run:
         recv = current.recvs.get(message_id)
         if context_id != current.context.context_id or recv is None:
             raise AutogradError(
-                f"the loss depends on a tensor that came from another worker in context {context_id}, but this is a pass of "
-                f"context {current.context.context_id}; detach it, or do both in one context"
+                f"the loss depends on a tensor received from another worker in context {context_id}, but this is a "
+                f"pass of context {current.context.context_id}; detach it, or make both calls in one context"
             )
         firing = current.fire(message_id)
         if firing is None:
@@ -768,7 +768,7 @@ class _Run:
                 engine._post(current, recv.peer, items)
         elif is_lost:  # even if it lives after all: what it would send back was settled without it
             peer = engine._agent.peers.peer(engine.name_of(recv.peer))
-            raise peer.lost("its end was noticed before there was a gradient for it")
+            raise peer.lost("it was lost before its gradient was ready")
         elif is_last and recv.peer == current.root:  # one message for both: what is left of the run is its end
             engine._post(current, recv.peer, items, tensors, current.report_early())
         else:

@@ -79,7 +79,7 @@ def _describe_pass(worker: str, current: PassView, settlers: Mapping[int, str]) 
     for send in current.waiting:
         settler = settlers[send.message_id]
         way = f", which passed it on to {settler} untouched" if settler != send.peer else ""
-        stands = "; a run of the local engine stands still for it" if send.is_gate else ""
+        stands = "; a run of the local engine is blocked on it" if send.is_gate else ""
         what = f"send {send.message_id:#x} of {send.function} ({send.site}) on worker {worker} to {send.peer}"
         lines.append(f"      {worker} waits for {settler}: {what}{way}{stands}")
     return lines
@@ -116,7 +116,7 @@ class Prober:
 
     def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
         if creator_of(pass_id) != sender.id:
-            raise AutogradError(f"{sender.name} asked about a backward pass that it has not begun")
+            raise AutogradError(f"{sender.name} asked about a backward pass that it did not start")
         context = self._container.find(context_id)
         current = context.passes.get(pass_id) if context is not None else None
         name = self._agent.info.name
@@ -145,7 +145,7 @@ class Prober:
     def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
         context = self._container.find(context_id)
         if context is not None and self._agent.trust == "data" and not context.knows(sender.id):
-            raise AutogradError(f"{sender.name} asked about a context that it has no part in")
+            raise AutogradError(f"{sender.name} asked about a context that it does not take part in")
         view = self._view(context) if context is not None else WorkerView(self._agent.info.name)
         return msgspec.to_builtins(view)
 
@@ -232,10 +232,10 @@ def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:
     """Say in one sentence what the participants of a pass wait for."""
     lines = [str(send) for item in snapshots.values() for send in item.waiting]
     busy = [item.worker for item in snapshots.values() if item.num_running]
-    text = "no gradient has come for " + "; ".join(lines) if lines else ""
+    text = "no gradient has arrived for " + "; ".join(lines) if lines else ""
     if busy:
-        text += f"{'; ' if text else ''}{', '.join(busy)} still compute"
-    return text or "no worker says what it waits for"
+        text += f"{'; ' if text else ''}still computing: {', '.join(busy)}"
+    return text or "no worker reports what it is waiting for"
 
 
 prepare(PassSnapshot)

@@ -116,7 +116,7 @@ class _RecvNode:
     def apply(self, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
         run = current_run.get()
         if run is None:
-            raise _outside("a tensor that came from another worker")
+            raise _outside("a tensor received from another worker")
         run.fire(self.context_id, self.message_id, gradients)
         return None, None, None, None
 

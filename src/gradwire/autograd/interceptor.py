@@ -84,8 +84,8 @@ class AutogradInterceptor(Interceptor):
         )
         raise CannotSend(
             f"{what} is a {kind.__module__}.{kind.__qualname__} that requires grad, and inside an autograd context it "
-            f"cannot be sent to {envelope.peer.name}: gradients do not get through its __reduce_ex__. Send a tensor that "
-            f"it is made of, or its detach()"
+            f"cannot be sent to {envelope.peer.name}: gradients cannot pass through its __reduce_ex__. Send the plain "
+            f"tensors that it holds, or detach() it"
         )
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -93,7 +93,7 @@ class AutogradInterceptor(Interceptor):
         message: RecordedCall = note
         peer = envelope.peer.id
         if message.message_id != NO_ID and message.message_id >> COUNTER_BITS != peer:
-            raise DecodeError(f"{envelope.peer.name} recorded a message under an id of another worker")
+            raise DecodeError(f"{envelope.peer.name} recorded a message with an id of another worker")
         context = self._container.find(message.context_id)
         if message.released and context is not None:  # gradients would get lost
             raise UnknownContext(
@@ -125,7 +125,8 @@ class AutogradInterceptor(Interceptor):
                 chosen.append(tensor)
         if len(places) != message.num_tensors or not places:
             raise DecodeError(
-                f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad arrived"
+                f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad "
+                f"arrived"
             )
         if envelope.kind == "call":
             self._container.quotas.charge(envelope.peer.id, context, MESSAGE_BYTES)
@@ -196,7 +197,7 @@ class AutocastInterceptor(Interceptor):
         message: Autocast = note
         unknown = [item for item in message.dtypes.items() if item[0] not in _DEVICES or item[1] not in _DTYPES]
         if unknown:
-            raise DecodeError(f"autocast is not known for {unknown}")
+            raise DecodeError(f"unknown autocast devices or dtypes: {unknown}")
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with contextlib.ExitStack() as stack:

@@ -218,7 +218,7 @@ def run_accumulators(
     if any(reducer in _static for reducer in reducers):
         # In its first backward it reduces at the end of the run that computes the gradients, which is over by now.
         raise AutogradError(
-            "DistributedDataParallel(static_graph=True) does not work inside of a context; make it without static_graph"
+            "DistributedDataParallel(static_graph=True) is not supported inside a context; pass static_graph=False"
         )
     of_context = of_context or {}
     totals = {leaf: of_context.get(leaf) for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
@@ -270,12 +270,16 @@ def _silence_cycle_warning() -> None:
 def _acquire(claim: GradClaim) -> None:
     if claim.is_nested:
         raise AutogradError(
-            "a hook of a leaf runs another pass that reaches the same leaf; use another copy of the leaf"
+            "a hook on a leaf tensor started another backward pass that reaches the same leaf; run that pass on a "
+            "copy of the leaf"
         )
     if not claim.acquire(blocking=False):
         with while_waiting():
             if not claim.acquire(timeout=_WAIT_S):
-                raise AutogradError(f".grad of a leaf with hooks has been in use elsewhere for {_WAIT_S:g} s")
+                raise AutogradError(
+                    f"timed out after {_WAIT_S:g} s waiting for the .grad of a leaf with hooks, which another thread "
+                    f"is using"
+                )
 
 
 class _RanBefore:

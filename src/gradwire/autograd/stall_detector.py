@@ -63,7 +63,7 @@ class StallDetector:
         return None
 
     def _time_out(self) -> Problem:
-        text = f"the backward pass was not over after {self._pass.options.timeout_s:g} s"
+        text = f"the backward pass timed out after {self._pass.options.timeout_s:g} s"
         if self._pass.is_root:
             text += f"; {waiting_text(self._prober.probe(self._pass, _LAST_PROBE_S))}"
         return RpcTimeout(text, self._agent.info.name, "run"), "waiting for the pass to end"
@@ -81,7 +81,8 @@ class StallDetector:
             return BackwardFailed(text, worker, "waiting for gradients")
         lines = tuple(str(send) for item in snapshots for send in item.waiting)
         text = (
-            f"no gradient comes back for {'; '.join(lines)}: its result or argument has no part in the loss, which FAST "
-            f'mode cannot cope with; use mode="smart", the default'
+            f"no gradient will arrive for {'; '.join(lines)}: its result or argument does not contribute to the loss, "
+            f"which FAST "
+            f'mode does not support; use mode="smart", the default'
         )
         return UnsettledSend(text, worker, "waiting for gradients", lines)

@@ -134,7 +134,7 @@ def _open_below(root: Path, below: Path) -> int:
 
 def _checked(name: str) -> str:
     if not _OF_ONE_SAVE.fullmatch(name) and name not in (INDEX_NAME, WRITER_LOCK, READERS_LOCK):
-        raise CheckpointError(f"{name!r:.200} is not the name of a file of a checkpoint", name[:200])
+        raise CheckpointError(f"{name!r:.200} is not a valid checkpoint file name", name[:200])
     return name
 
 
@@ -146,7 +146,7 @@ def check_file_name(name: str, generation: str) -> None:
     """Refuse to write anything else than a file of a save."""
     match = FILE_NAME.fullmatch(name)
     if match is None or match["generation"] != generation:
-        raise CheckpointError(f"{name!r} is not the name of a file of generation {generation!r}", name)
+        raise CheckpointError(f"the file {name!r} does not belong to generation {generation!r}", name)
 
 
 class Directory:
@@ -233,8 +233,8 @@ class Directory:
                 return folder
             folder.close()
         raise CheckpointWriteFailed(
-            f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save has begun "
-            "to write; save to a directory that all workers share",
+            f"worker {worker} on {socket.gethostname()} cannot see the directory {self.path}, which this save has "
+            f"started to write; save to a directory that all workers share",
             str(self.path),
         )
 
@@ -313,7 +313,9 @@ class Directory:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor, fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
-                raise CheckpointBusy(f"old files have been removed from {self.path} for {_LOCK_WAIT_S:g} s; try again")
+                raise CheckpointBusy(
+                    f"another process has been removing old files from {self.path} for {_LOCK_WAIT_S:g} s; try again"
+                )
             _interrupts.sleep(_POLL_S)
 
 

@@ -133,15 +133,15 @@ def parse(data: bytes, where: str) -> Index:
     try:
         head = _decode_head(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _damaged(where, f"it is not a whole JSON file ({error})") from error
+        raise _damaged(where, f"it is not complete JSON ({error})") from error
     if head.format != FORMAT:
         raise CheckpointError(
             f"{where} is not the index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}", where
         )
     if head.version not in _READABLE:
         raise CheckpointError(
-            f"{where} has version {head.version} of the format and this gradwire reads versions up to {VERSION}; load it "
-            "with the gradwire that saved it",
+            f"{where} has version {head.version} of the format and this gradwire reads versions up to {VERSION}; load "
+            f"it with the gradwire that saved it",
             where,
         )
     try:
@@ -159,13 +159,13 @@ def check(index: Index, where: str) -> None:
     """Check what types alone cannot express: one part of an index must not contradict another."""
     try:
         if not GENERATION.fullmatch(index.generation):
-            raise ValueError(f"{index.generation!r} is not a generation")
+            raise ValueError(f"{index.generation!r} is not a valid generation")
         check_files(index.files)
         check_entries(index.tensors)
         for name, entry in index.tensors.items():
             file = index.files.get(entry.file)
             if file is None or entry.offset < file.header_bytes or entry.offset + entry.num_bytes > file.num_bytes:
-                raise ValueError(f"tensor '{name}' has no place in {entry.file!r}")
+                raise ValueError(f"tensor '{name}' is outside of {entry.file!r}")
         if not isinstance(index.state, dict):
             raise ValueError("it has no state")
         check_state(index.state, index.tensors)
@@ -200,12 +200,12 @@ def check_entries(entries: Mapping[str, TensorEntry]) -> None:
         if entry.dtype not in DTYPES or not is_shape:
             raise ValueError(f"tensor '{name}' has an unknown dtype or shape: {entry.dtype:.40}, {entry.shape!s:.200}")
         if not (entry.offset >= 0 and entry.offset + entry.num_bytes <= _MAX_BYTES):
-            raise ValueError(f"tensor '{name}' has no place in any file")
+            raise ValueError(f"tensor '{name}' is not in any file")
 
 
 def _check_file_name(name: str) -> None:
     if not FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r:.200} is not the name of a file of a checkpoint")
+        raise ValueError(f"{name!r:.200} is not a valid checkpoint file name")
 
 
 def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:

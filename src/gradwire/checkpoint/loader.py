@@ -54,7 +54,7 @@ def load_from(
         folder = ranks.each(lambda: stack.enter_context(place.open()))
         reader = stack.enter_context(TensorReader(folder, index.tensors))
         found: dict[str, Any] = ranks.each(lambda: reader.decode(plan.values, keeps_ties=True))
-        filling = Workers(f"{doing}, where some objects may be filled already,", timeout_s)
+        filling = Workers(f"{doing} (some objects may already be filled)", timeout_s)
         calls = plan.parts.calls(owner.FILL, lambda worker: (path, orders[worker]))
         ranks.each(lambda: filling.ask(calls, lambda: owner.fill(place, plan.orders[""], plan.parts.here)))
         plan.fill_groups(reader)
@@ -73,9 +73,9 @@ def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
     try:
         fits = owner.decode_struct(answer, FitReport).fits
         if len(fits) != len(plan.parts.elsewhere[worker]):
-            raise ValueError("it compared other parts than it was asked to")
+            raise ValueError("it compared other parts than requested")
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"worker {worker} gave no valid answer when it was asked to compare: {error}") from error
+        raise CheckpointError(f"worker {worker} sent an invalid answer to the comparison: {error}") from error
     return fits
 
 
@@ -167,7 +167,7 @@ class LoadPlan:
         self.values = {} if values is _NOTHING else values
         if self.parts.elsewhere and is_here_only:
             elsewhere = ", ".join(self.parts.elsewhere)
-            raise CheckpointError(f"ranks fill only what they have, and not what is on {elsewhere}")
+            raise CheckpointError(f"ranks fill only their own objects, and not those on {elsewhere}")
         self._raise_problems(path)
         self.orders = {worker: self._order(saved) for worker, saved in self._saved.items()}
         self.needed = {worker: list(order.tensors) for worker, order in self.orders.items()}
@@ -187,7 +187,7 @@ class LoadPlan:
             for number, (item, below) in enumerate(zip(wanted, saved, strict=True)):
                 self._walk(item, below, join(path, number))
         elif tag_of(node) == "$object":
-            self._problems.append(f"'{path}' was saved as a {node['$object']['kind']}; give one that is to be filled")
+            self._problems.append(f"'{path}' was saved as a {node['$object']['kind']}; pass one to be filled")
 
     def _walk_dict(self, wanted: dict[Any, Any], saved: dict[Any, Node] | None, path: str) -> None:
         if saved is None:
@@ -236,7 +236,7 @@ class LoadPlan:
                 target.sharded.append(key)
                 self._add_shards(target, tensor, saved[key], where)
             elif self.is_strict:
-                self._problems.append(f"'{where}' is wanted and not in the checkpoint")
+                self._problems.append(f"'{where}' is not in the checkpoint")
 
     def _add_shards(self, target: _Target, tensor: ShardedTensor, node: Node, where: str) -> None:
         """Add shards; each gets what it has in common with what was saved."""
@@ -278,9 +278,9 @@ class LoadPlan:
             missing = [name for fit in told for name in fit.missing]
             claimed = {*target.sharded, *(name for fit in told for name in fit.claimed or ())}
             unexpected = [name for name in items_of(target.node) or {} if name not in claimed]
-            self._problems += [f"'{join(target.path, name)}' is wanted and not in the checkpoint" for name in missing]
+            self._problems += [f"'{join(target.path, name)}' is not in the checkpoint" for name in missing]
             self._problems += [
-                f"'{join(target.path, name)}' is in the checkpoint and not wanted" for name in unexpected
+                f"'{join(target.path, name)}' is in the checkpoint, but not in the object" for name in unexpected
             ]
         self._raise_problems(path)
 
@@ -288,7 +288,7 @@ class LoadPlan:
         if self._problems:
             shown = "\n  ".join(self._problems[:_MAX_SHOWN])
             more = f"\n  and {len(self._problems) - _MAX_SHOWN} more" if len(self._problems) > _MAX_SHOWN else ""
-            text = f"the checkpoint in {path} does not fit what is to be filled; nothing was changed:\n  {shown}{more}"
+            text = f"the checkpoint in {path} does not fit the objects to fill; nothing was changed:\n  {shown}{more}"
             raise CheckpointMismatch(text, tuple(self._problems))
 
     def _optimizers(self) -> Iterator[tuple[DistributedOptimizer, Node]]:

@@ -147,9 +147,9 @@ def decode_struct(data: bytes, kind: type[T]) -> T:
 def _refuse_sharded(path: str, value: Any) -> None:
     if isinstance(value, ShardedTensor):
         raise CannotSave(
-            f"'{path}' on worker {worker_name()} is a sharded tensor whose shards are on other workers; it can be saved "
-            "only by a worker that has the object itself and not a reference: pass the sharded tensor in a call, and "
-            "save that"
+            f"'{path}' on worker {worker_name()} is a sharded tensor whose shards are on other workers; only a worker "
+            f"that holds the object itself, not a reference to it, can save it: pass the sharded tensor in a call, and "
+            f"save it there"
         )
 
 
@@ -222,7 +222,7 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
             with snapshots.stepping(parameters_of(parts), ()), torch.no_grad():
                 fill_tensors(saved, reader)
     except (CheckpointMissing, CheckpointDamaged) as error:
-        raise _located(error, ", while objects were being filled, some of which may be filled already") from error
+        raise _located(error, " (some objects may already be filled)") from error
 
 
 def _located(error: CheckpointMissing | CheckpointDamaged, when: str = "") -> CheckpointMissing | CheckpointDamaged:
@@ -249,9 +249,9 @@ def send(part: Part) -> SentPart:
 
 
 def _read_parts(sent: Any, method: str) -> list[Part]:
-    found = read_plain(sent, _SentParts, "not the parts of an order")
+    found = read_plain(sent, _SentParts, "invalid parts of a checkpoint request")
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
-        raise DecodeError("not the parts of an order: each needs a reference")
+        raise DecodeError("invalid parts of a checkpoint request: each needs a reference")
     parts = [Part(path, prefix, rref.local_value(), names=names) for path, prefix, rref, names in found]
     if context.here().agent.trust == "data":
         for part in parts:
@@ -264,25 +264,25 @@ def _read_order(order: Any, kind: type[T]) -> T:
     try:
         return decode_struct(order, kind)
     except (msgspec.MsgspecError, RecursionError, TypeError) as error:
-        raise DecodeError(f"not an order for the owner of something in a checkpoint: {error}") from error
+        raise DecodeError(f"invalid checkpoint request: {error}") from error
 
 
 def _read_load(order: Any, sent: Any) -> tuple[LoadOrder, list[Part]]:
     read, parts = _read_order(order, LoadOrder), _read_parts(sent, "load_state_dict")
     if len(parts) != len(read.parts):
-        raise DecodeError(f"an order to load {len(read.parts)} parts came with {len(parts)}")
+        raise DecodeError(f"a request to load {len(read.parts)} parts came with {len(parts)}")
     return read, parts
 
 
 def _read_generation(generation: Any) -> str:
     if type(generation) is not str or not GENERATION.fullmatch(generation):
-        raise DecodeError(f"{generation!r:.200} is not a generation of a checkpoint")
+        raise DecodeError(f"{generation!r:.200} is not a valid checkpoint generation")
     return generation
 
 
 def _read_directory(directory: Any) -> Directory:
     if type(directory) is not str or not directory or "\0" in directory:
-        raise DecodeError(f"{directory!r:.200} is not the path of a directory")
+        raise DecodeError(f"{directory!r:.200} is not a valid directory path")
     if context.here().agent.trust != "data":
         return Directory(directory)
     real = Path(os.path.realpath(directory))

@@ -77,7 +77,7 @@ class TensorSet:
 def _check_savable(path: str, tensor: torch.Tensor) -> None:
     problem = ""
     if tensor.layout is not torch.strided:
-        problem = f"it is of layout {tensor.layout}; save its indices and values"
+        problem = f"its layout is {tensor.layout}; save its indices and values"
     elif tensor.dtype not in NAMES:
         problem = f"its dtype is {tensor.dtype}"
     elif tensor.is_meta:
@@ -85,7 +85,7 @@ def _check_savable(path: str, tensor: torch.Tensor) -> None:
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"it is a {type(tensor).__name__}, not a plain tensor"
         if type(tensor).__name__ == "DTensor":
-            problem += "; save what gradwire.shard.from_dtensor makes of it"
+            problem += "; save the result of gradwire.shard.from_dtensor"
     if problem:
         raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
 
@@ -126,11 +126,11 @@ def write_file(
             failpoint("synced")
             undo.pop_all()
     except FileExistsError as error:
-        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", file_name) from error
+        raise CheckpointWriteFailed(f"worker {worker} cannot write {path}: it already exists", file_name) from error
     except OSError as error:
         text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
         raise CheckpointWriteFailed(
-            f"{text}. Make room there, or save to another directory", file_name, name
+            f"{text}. Free some space there, or save to another directory", file_name, name
         ) from error
     return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
 

@@ -92,11 +92,11 @@ def _read_report(plan: SavePlan, worker: str, generation: str, answer: Any) -> W
     try:
         report = owner.decode_struct(answer, WriteReport)
         if len(report.parts) != len(plan.parts.elsewhere[worker]):
-            raise ValueError("it reports on other parts than it was asked to write")
+            raise ValueError("it reports other parts than requested")
         if not {*report.files, *(entry.file for entry in report.tensors.values())} <= {file_name(generation, worker)}:
-            raise ValueError("it reports on files that are not its own")
+            raise ValueError("it reports files that are not its own")
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"worker {worker} gave no valid report on what it has written: {error}") from error
+        raise CheckpointError(f"worker {worker} sent an invalid report of the files it wrote: {error}") from error
     return report
 
 
@@ -114,7 +114,7 @@ def _publish(
             pieces.setdefault(path, []).extend(found)
     tensors = {name: entry for report in told for name, entry in report.tensors.items()}
     if len(tensors) != sum(len(report.tensors) for report in told):
-        raise CheckpointDamaged("two workers wrote a tensor of the same name; this is a fault of gradwire")
+        raise CheckpointDamaged("two workers wrote a tensor of the same name; this is a bug in gradwire")
     index = Index(
         generation=generation,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -161,7 +161,7 @@ class SavePlan:
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:
         if type(state) is not dict:
-            raise CannotSave(f"save needs a dict of what to save, not a {type(state).__name__}")
+            raise CannotSave(f"save needs a dict of objects, not a {type(state).__name__}")
         self.parts = Parts()
         self.tensors = TensorSet()
         self._group = group
@@ -189,7 +189,7 @@ class SavePlan:
         if isinstance(part.value, RRef) and not part.value.is_owner():
             if self._group is not None:
                 raise CannotSave(
-                    f"'{part.path}' is on worker {part.value.owner_name()}; ranks save only what they have"
+                    f"'{part.path}' is on worker {part.value.owner_name()}; ranks save only their own objects"
                 )
             return self.parts.add(part)
         if isinstance(part.value, RRef):
@@ -211,12 +211,12 @@ class SavePlan:
     def _add_sharded(self, path: str, tensor: ShardedTensor) -> tree.Node:
         if isinstance(tensor._backend, GroupBackend) and tensor._backend._group is not self._group:
             raise CannotSave(
-                f"'{path}' is divided among the ranks of a process group; pass process_group=... on every rank of it"
+                f"'{path}' is sharded over the ranks of a process group; pass process_group=... on every rank of it"
             )
         if isinstance(tensor._backend, WorkerBackend) and self._group is not None:
             raise CannotSave(
-                f"'{path}' is divided among RPC workers, and ranks save only what they have; save it from one worker, to "
-                "a directory of its own"
+                f"'{path}' is sharded over RPC workers, and ranks save only their own objects; save it from one "
+                f"worker, to a separate directory"
             )
         shards = [
             (box, self.parts.add(stateful.Part(tree.piece_path(path, box.offsets), "", part)))
@@ -263,8 +263,8 @@ def _sharded_node(
     num_elements = sum(math.prod(entries[name].shape) for name, _ in pieces)
     if num_elements != found.tensor.numel():
         raise CheckpointError(
-            f"of sharded tensor '{found.path}' {num_elements} elements were written, and it has {found.tensor.numel()}; all "
-            "ranks must save the same things under the same names"
+            f"sharded tensor '{found.path}' has {found.tensor.numel()} elements, but {num_elements} were written; all "
+            f"ranks must save the same objects under the same names"
         )
     return tree.sharded_node(NAMES[found.tensor.dtype], found.tensor.size(), pieces)
 

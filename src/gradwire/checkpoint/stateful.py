@@ -131,7 +131,7 @@ def group_of(state: Any, given: Any) -> Any:
     group = given if given is not None or not groups else groups[0]
     if any(item is not group for item in groups):
         raise ConfigurationError(
-            "there are sharded tensors of different process groups; use a checkpoint of its own for each group"
+            "the sharded tensors are in different process groups; save one checkpoint for each group"
         )
     return group
 
@@ -265,7 +265,7 @@ def _uncovered(where: str, node: Node, entries: Entries) -> tuple[str, ...]:
     """Return a problem if pieces of a tensor that is compared with nothing are missing: it could be of any size."""
     if all(tree.is_covered(body, entries) for body in tree.bodies(node)):
         return ()
-    return (f"'{where}' has a sharded tensor in the checkpoint of which parts are missing",)
+    return (f"'{where}' is a sharded tensor in the checkpoint, and some of its shards are missing",)
 
 
 def _optimizer_problems(part: Part, node: Node, entries: Entries) -> Iterator[str]:
@@ -323,7 +323,7 @@ def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
             except CheckpointError:
                 raise
             except Exception as error:
-                text = f"{type(part.value).__name__} did not take its state: {type(error).__name__}: {error}"
+                text = f"{type(part.value).__name__} rejected its state: {type(error).__name__}: {error}"
                 raise CheckpointError(f"'{part.path}' was not loaded: {text}") from error
         undo.pop_all()
 

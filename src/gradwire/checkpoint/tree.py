@@ -133,14 +133,14 @@ def _encode_scalar(value: Any, path: str) -> Node:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:
         return {"$device": str(value)}
-    advice = "Save the values that are needed to make it again"
+    advice = "Save the values that are needed to create it again"
     if hasattr(value, "name") and hasattr(value, "value"):
         advice = "Save its .value or .name"
     elif hasattr(value, "item"):
         advice = "Save its .item()"
     raise CannotSave(
-        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: a value of a checkpoint must be a "
-        f"tensor, a number, text, bytes, None, or a dict, list or tuple of such. {advice}"
+        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: a value of a checkpoint must be "
+        f"a tensor, a number, text, bytes, None, or a dict, list or tuple of these. {advice}"
     )
 
 
@@ -219,7 +219,7 @@ def items_of(node: Node) -> dict[Any, Node] | None:
         try:
             return {decode(key, _refuse_tensor): item for key, item in node[tag]}
         except TypeError as error:  # a list cannot be a key
-            raise CheckpointDamaged(f"the index has a dict with a key that cannot be one: {error}") from error
+            raise CheckpointDamaged(f"the index has a dict with an invalid key: {error}") from error
     return node if type(node) is dict and tag is None else None
 
 

@@ -236,7 +236,7 @@ def _find_leak() -> RRefError | None:
     known = rref_context.here()
     held = known.num_held
     holders = ", ".join(f"{name} ({count})" for name, count in known.holders().items())
-    return RRefError(f"Leaking RRefs: {held} values are still referred to, by {holders}") if held else None
+    return RRefError(f"Leaking RRefs: {held} values are still referenced, by {holders}") if held else None
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------------
@@ -294,7 +294,7 @@ def remote(
 
 def _callable(function: Function) -> Function:
     if not callable(function):
-        raise TypeError(f"function should be callable, unlike {function!r}")
+        raise TypeError(f"function should be callable, not {function!r}")
     return _by_name(function)
 
 

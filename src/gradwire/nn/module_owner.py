@@ -60,7 +60,7 @@ def parse_placement(where: To) -> tuple[To, str]:
     if not worker or (slash and not device) or "/" in device:
         raise ConfigurationError(f"Could not parse remote_device: {where}. The valid format is {_FORMS}")
     if not slash and _is_device(worker):
-        raise ConfigurationError(f"{where!r} names a device and no worker. The valid format is {_FORMS}")
+        raise ConfigurationError(f"{where!r} names a device but no worker. The valid format is {_FORMS}")
     kind, _, number = worker.partition(":")
     to: To = int(number) if kind == "rank" and number.isdecimal() else worker
     return to, str(torch.device(device or "cpu"))
@@ -123,7 +123,7 @@ def _operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def _find_module(rref_id: int, maker: Any) -> nn.Module:
     found = find_value(rref_id, maker)
     if not isinstance(found, nn.Module):
-        raise RRefError(f"the reference of a RemoteModule must be one to a module, not to a {type(found).__name__}")
+        raise RRefError(f"a RemoteModule needs a reference to a module, not to a {type(found).__name__}")
     return found
 
 
@@ -163,7 +163,7 @@ def make(
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
-            f"but {module_cls!r} made a {type(module).__name__}"
+            f"but {module_cls!r} returned a {type(module).__name__}"
         )
     module.to(device)
     _note_device(module)
@@ -332,7 +332,9 @@ def copy(module: nn.Module) -> RRef[nn.Module]:
 def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call a method of `nn.Module` that changes the module and returns it."""
     if name not in _CHANGES:
-        raise NotExposed(f"{name!r} is not one of the methods that handles may call unexposed: {', '.join(_CHANGES)}")
+        raise NotExposed(
+            f"{name!r} is not a method that a RemoteModule may call by name; those are {', '.join(_CHANGES)}"
+        )
     # A step lends parameters its gradients, which these would clear or convert. The others leave `.grad` alone.
     with snapshots.lending_grads(module.parameters()) if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
         getattr(module, name)(*args, **kwargs)
@@ -351,7 +353,7 @@ def apply(module: nn.Module, function: Callable[[nn.Module], Any] | str) -> None
 def hook(module: nn.Module, kind: HookKind, function: Callable[..., Any] | str, options: dict[str, Any]) -> Any:
     """Register a hook of the module here; return a reference to its handle."""
     if kind not in _HOOK_TABLES:
-        raise ConfigurationError(f"no hooks of kind {kind!r}; there are {', '.join(_HOOK_TABLES)}")
+        raise ConfigurationError(f"unknown kind of hook {kind!r}; use one of {', '.join(_HOOK_TABLES)}")
     resolved = _resolve("hook", function)
     if len(getattr(module, _HOOK_TABLES[kind])) >= _MOST_HOOKS:
         raise LimitExceeded(f"the module has {_MOST_HOOKS} {kind} hooks; remove those that are no longer needed")
@@ -361,7 +363,7 @@ def hook(module: nn.Module, kind: HookKind, function: Callable[..., Any] | str, 
 def unhook(rref_id: int, maker: Any) -> None:
     handle = find_value(rref_id, maker)
     if not isinstance(handle, torch.utils.hooks.RemovableHandle):
-        raise ConfigurationError(f"not the handle of a hook, but a {type(handle).__name__}")
+        raise ConfigurationError(f"expected the handle of a hook, not a {type(handle).__name__}")
     handle.remove()
 
 

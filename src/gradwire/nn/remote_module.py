@@ -49,7 +49,7 @@ _LABEL_BYTES = 256
 def _unsupported(name: str) -> Any:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
         raise ConfigurationError(
-            f"Method ``{name}`` not supported for RemoteModule. Call it on the owner, in a function"
+            f"Method ``{name}`` not supported for RemoteModule. Call it inside a function that runs on the owner"
         )
 
     method.__doc__ = "Raise `ConfigurationError`: a handle has no parameters, buffers or parts of its own."
@@ -211,8 +211,9 @@ class RemoteModule(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Raise `ConfigurationError`, which is a `ValueError`: an optimizer on copies would train nothing."""
         raise ConfigurationError(
-            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead, or pass the "
-            "module itself: DistributedOptimizer(torch.optim.SGD, [module], lr=0.1). named_parameters() returns copies"
+            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead, or pass "
+            "the module itself: DistributedOptimizer(torch.optim.SGD, [module], lr=0.1). named_parameters() returns "
+            "copies"
         )
 
     def named_parameters(
@@ -388,8 +389,9 @@ class RemoteModule(nn.Module):
         transfer = codec.transfers.outgoing
         if transfer is None or transfer.tracker is None:
             raise RRefError(
-                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass it in "
-                "the arguments of a call. Its state_dict() can be saved, and init_from_module_rref makes another handle"
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass "
+                "it in the arguments of a call. Its state_dict() can be saved, and init_from_module_rref creates "
+                "another handle"
             )
         return _rebuild, (self._pack(),)
 
@@ -401,7 +403,7 @@ def _rebuild(fields: Sequence[Any]) -> RemoteModule:
     on, device, rref, label, training = fields
     kinds = [type(on) in (str, int), type(device) is str, type(label) is str, type(training) is bool]
     if not (isinstance(rref, RRef) and all(kinds)):
-        raise ValueError("not a remote module")
+        raise ValueError("not the fields of a RemoteModule")
     made = RemoteModule.__new__(RemoteModule)
     made._attach(on, str(torch.device(device)), rref, clean(label, _LABEL_BYTES))
     made.training = training
@@ -454,7 +456,7 @@ def _sendable(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
     name = exposed_name(function)
     if name is None:
         raise ConfigurationError(
-            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
+            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or pass its name'
         )
     return name
 
@@ -488,10 +490,10 @@ class _NoParameters(dict[str, Any]):
             frame = frame.f_back
         if frame is not None:
             warn_user(
-                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
-                f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
-                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
-                f"them, pass it the parameters of the other parts only",
+                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer "
+                f"module's parameters() does not include them. Pass the outer module itself to an optimizer that finds "
+                f"them on every worker: gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this "
+                f"optimizer should not train them, pass it only the parameters of the other submodules",
                 frame,
             )
         return super().items()
@@ -520,9 +522,10 @@ def _watch_result(done: torch.futures.Future[Any], title: str) -> None:
 
 def _on_end_of_backward(module: str, gradient: torch.Tensor) -> None:
     warn_user(
-        f"backward ends at what {module} returned outside of a context: no gradient goes to that worker, and its "
-        f"parameters are not trained. Call the module inside of `with gradwire.autograd.context() as ctx:`, and there "
-        f"ctx.backward(loss) instead of loss.backward(). If it is not to be trained, detach() its result",
+        f"backward stops at the result of {module}, which was called outside of a context: no gradient reaches that "
+        f"worker, and its parameters are not trained. Call the module inside `with gradwire.autograd.context() as "
+        f"ctx:`, and call ctx.backward(loss) there instead of loss.backward(). If it should not be trained, detach() "
+        f"its result",
         sys._getframe(1),
     )
 

@@ -91,8 +91,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         raise OptimizerError(
-            "a DistributedOptimizer stays on the worker that made it, which alone knows what the owners were told. To step "
-            "elsewhere, send the modules or references and make another one there; to save it, use state_dict()"
+            "a DistributedOptimizer cannot leave the worker that created it. To step elsewhere, send the modules or "
+            "references and create another one there; to save it, use state_dict()"
         )
 
     # -- owners and groups ---------------------------------------------------------------------------------------------
@@ -158,7 +158,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if answers.failed:
             grown = [owner for owner in old if owner.name in answers.values]
             ask_all(grown, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
-            text = f"{name} could not be made on every worker that owns parameters: {answers.explain()}"
+            text = f"{name} could not be created on every worker that owns parameters: {answers.explain()}"
             raise OptimizerNotMade(text, answers.failed) from answers.first_failure
         self._owners.update(made)
         defaults: Options = {}
@@ -235,7 +235,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             stepped = tuple(answers.values)
             text = (
                 f"the optimizer did not step on every worker. Stepped: {', '.join(stepped) or 'none'}. "
-                f"Failed: {answers.explain()}. Call step again with the same contexts to repeat it for those that failed"
+                f"Failed: {answers.explain()}. Call step again with the same contexts to repeat it for those that "
+                f"failed"
             )
             raise OptimizerStepFailed(text, stepped, answers.failed) from answers.first_failure
         self._unfinished.pop(contexts, None)
@@ -272,9 +273,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         where = "the context" if num_contexts == 1 else f"any of the {num_contexts} contexts"
         warn_user(
-            f"step changed nothing: of the {len(self.named_parameters())} parameters (on {', '.join(self._owners)}), none "
-            f"has a gradient in {where}. Check that backward was called with this context (not loss.backward()), "
-            f"that the forward calls were made inside of it, and that the loss depends on these parameters",
+            f"step changed nothing: of the {len(self.named_parameters())} parameters (on {', '.join(self._owners)}), "
+            f"none has a gradient in {where}. Check that backward was called with this context (not loss.backward()), "
+            f"that the forward calls were made inside it, and that the loss depends on these parameters",
             sys._getframe(1),
         )
 
@@ -401,7 +402,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _check_class(optimizer_class: Any) -> None:
     if not (isinstance(optimizer_class, type) and callable(getattr(optimizer_class, "step", None))):
-        raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {optimizer_class!r}")
+        raise ConfigurationError(f"expected an optimizer class such as torch.optim.SGD, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ConfigurationError(
             "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
@@ -420,10 +421,11 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
     for item in found or (None,):
         if not isinstance(item, int) or isinstance(item, bool):
             raise ConfigurationError(
-                f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
+                f"step needs a context id or a list of them, not {contexts!r}; call opt.step(ctx) inside `with "
+                f"context() as ctx`"
             )
     if len(set(found)) != len(found):
-        raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
+        raise ConfigurationError(f"a context is listed twice: {found}; its gradients would be counted twice")
     retrieve = current_engine().container.retrieve
     return tuple([retrieve(item).context_id for item in found])
 

@@ -26,7 +26,7 @@ def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
         elif kind == CLAMP:
             table = {leaf: clamped(gradient, number) for leaf, gradient in table.items()}
         else:
-            raise DecodeError(f"gradients cannot be edited by {kind!r}")
+            raise DecodeError(f"unknown edit of gradients: {kind!r}")
     return table
 
 

@@ -117,7 +117,7 @@ class LocalOptimizer:
     def _take(self, number: int, names: list[str], rrefs: list[RRef[Any]], options: Options) -> dict[str, Any]:
         """Return a group as torch takes it, with its parameters noted and guarded."""
         if self._numbers and number <= self._numbers[-1]:
-            raise ConfigurationError(f"group {number} is here already, or comes too late")
+            raise ConfigurationError(f"group {number} was added before, or arrived out of order")
         self._check_options(options)
         params = [rref.local_value() for rref in rrefs]
         known = set(self._names.values())
@@ -126,7 +126,8 @@ class LocalOptimizer:
                 raise ConfigurationError(f"parameter {name!r} is not a tensor, but a {type(parameter).__name__}")
             if isinstance(parameter, ShardedTensor):
                 raise ConfigurationError(
-                    f"parameter {name!r} is a reference to a sharded tensor; pass the sharded tensor itself, not a reference"
+                    f"parameter {name!r} is a reference to a sharded tensor; pass the sharded tensor itself, not a "
+                    f"reference"
                 )
             if parameter in self._names:
                 raise ConfigurationError(
@@ -151,7 +152,7 @@ class LocalOptimizer:
         for number in groups.keys() & options.keys():
             unknown = options[number].keys() - options_of(groups[number]).keys()
             if unknown:
-                raise ConfigurationError(f"group {number} has no options {sorted(unknown)}; nothing has changed")
+                raise ConfigurationError(f"group {number} has no options {sorted(unknown)}; nothing was changed")
             self._check_options(options[number])
         for number in groups.keys() & options.keys():
             groups[number].update(options[number])
@@ -161,7 +162,7 @@ class LocalOptimizer:
         for key, value in options.items():
             if key in RESERVED or (self._is_torchs and not is_option(value)):
                 raise ConfigurationError(
-                    f"option {key!r} cannot be a {type(value).__name__} such as this: {value!r:.100}"
+                    f"option {key!r} cannot have a value of type {type(value).__name__}: {value!r:.100}"
                 )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -196,7 +197,7 @@ class LocalOptimizer:
             if done is not None:
                 return done
             if request is not None and request.is_dropped:
-                raise CallCancelled("the step was given up while it waited; nothing has changed")
+                raise CallCancelled("the step was cancelled while it was waiting; nothing was changed")
             table = self._gather(context_ids, edits)
             if not edits and not self._is_torchs:  # it may change them; edited ones are copies already
                 table = {leaf: gradient.clone() for leaf, gradient in table.items()}
@@ -306,7 +307,7 @@ class StepMemory:
         """Return the outcome of a step; None if it is new."""
         found = self._done.get(step_id)
         if found is None and step_id <= self._forgotten:
-            raise OptimizerError(f"step {step_id} was asked for so long ago that it cannot be told whether it was done")
+            raise OptimizerError(f"step {step_id} is too old: this worker no longer knows whether it was done")
         return found
 
     def add(self, step_id: int, outcome: int) -> None:
@@ -342,7 +343,7 @@ class _Arguments(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         ids = (*getattr(self, "context_ids", ()), getattr(self, "pass_id", 0))
         if max(ids) >> 64:
-            raise ValueError("an id of more than 64 bits")
+            raise ValueError("an id has more than 64 bits")
         if any(len(names) != len(rrefs) for _, names, rrefs, _ in getattr(self, "groups", ())):
             raise ValueError("a group of parameters needs a name for each reference")
 
@@ -357,32 +358,32 @@ def _arguments_of(function: Callable[..., Any], parameters: Iterable[inspect.Par
 
 def _make(optimizer_class: Any, groups: Groups, args: tuple[Any, ...], kwargs: Options) -> LocalOptimizer:
     """Make an owner's part; a class of torch is called by its name."""
-    sent = read_plain((optimizer_class, groups, args, kwargs), _MAKE, "not the arguments to make an optimizer")
+    sent = read_plain((optimizer_class, groups, args, kwargs), _MAKE, "invalid arguments for creating an optimizer")
     found = sent.optimizer_class
     if isinstance(found, str):
         found = getattr(torch.optim, found, None)
         if not isinstance(found, type) or not is_torchs(found) or found is torch.optim.LBFGS:
             raise ConfigurationError(
-                f"torch.optim has no optimizer of that name here that works on several workers: {sent.optimizer_class!r}"
+                f"torch.optim on this worker has no optimizer {sent.optimizer_class!r} that can be split over workers"
             )
     if not isinstance(found, type):
-        raise ConfigurationError(f"not a class of optimizers: {found!r}")
+        raise ConfigurationError(f"expected an optimizer class, not {found!r}")
     return LocalOptimizer(found, sent.groups, sent.args, sent.kwargs)
 
 
 def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
     kind = OPERATIONS.get(operation) if isinstance(operation, str) else None
     if kind is None:
-        raise NotExposed(f"{operation!r} is not an operation of optimizers")
-    sent = read_plain(args, kind, f"not the arguments of {operation!r}")
+        raise NotExposed(f"unknown optimizer operation {operation!r}")
+    sent = read_plain(args, kind, f"invalid arguments for {operation!r}")
     optimizer = find_value(rref_id, maker)
     if not isinstance(optimizer, LocalOptimizer):
-        raise NotExposed(f"{operation!r} is an operation of optimizers, and this is a {type(optimizer).__name__}")
+        raise NotExposed(f"{operation!r} needs a reference to an optimizer, not to a {type(optimizer).__name__}")
     return getattr(optimizer, operation)(*(getattr(sent, field) for field in sent.__struct_fields__))
 
 
 def read_answer(operation: str, answer: Any) -> Any:
-    return read_plain(answer, _ANSWERS[operation], f"not the answer to {operation!r}")
+    return read_plain(answer, _ANSWERS[operation], f"invalid answer to {operation!r}")
 
 
 _METHODS: Final = (

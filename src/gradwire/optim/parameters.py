@@ -170,8 +170,8 @@ class ShardedParameter:
         """Return a sharded parameter for an optimizer."""
         if not isinstance(tensor._backend, WorkerBackend):
             raise ConfigurationError(
-                f"parameter {name!r} is divided among the ranks of a process group, each of which steps its own part; use "
-                f"gradwire.shard.ShardedOptimizer there"
+                f"parameter {name!r} is sharded over the ranks of a process group, each of which steps its own shard; "
+                f"use gradwire.shard.ShardedOptimizer there"
             )
         return cls(name, tensor, tensor._layout)
 
@@ -187,8 +187,8 @@ class ShardedParameter:
         """Check that the parts are still those that the optimizer knows, and wait for operations that still read them."""
         if self.tensor._layout is not self.layout:
             raise OptimizerError(
-                f"parameter {self.name!r} was resharded, so this optimizer has parts that are not in use any more; "
-                f"make another one, and load this one's state_dict() into it"
+                f"parameter {self.name!r} was resharded, so this optimizer holds parts that are no longer in use; "
+                f"create another one, and load this one's state_dict() into it"
             )
         self.tensor._backend.settle()  # a step changes parts in place
 

@@ -64,7 +64,7 @@ def _match(saved: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[
             return dict(zip(numbers, theirs, strict=True))
         if not (_are_numbers(theirs) or _are_numbers(own)):
             missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
-            raise ConfigurationError(f"the state is of other parameters: missing {missing}, unexpected {unexpected}")
+            raise ConfigurationError(f"the state is for other parameters: missing {missing}, unexpected {unexpected}")
     if sizes != [len(group["params"]) for group in groups]:
         raise ConfigurationError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"

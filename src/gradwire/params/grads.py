@@ -84,8 +84,8 @@ def total_norm(norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfini
     total: torch.Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise OptimizerError(
-            f"The total norm of order {norm_type} for gradients is non-finite ({float(total)}), so it cannot be clipped; "
-            f"pass error_if_nonfinite=False to scale by it all the same"
+            f"The total norm of order {norm_type} for gradients is non-finite ({float(total)}), so it cannot be "
+            f"clipped; pass error_if_nonfinite=False to clip them anyway"
         )
     return total
 

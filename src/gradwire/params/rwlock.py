@@ -364,7 +364,7 @@ class ReadingCall:
         began, deadline = time.monotonic(), deadline_here()
         while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
             if time.monotonic() >= deadline:
-                raise late("another trainer's step on these parameters has not ended")
+                raise late("another trainer's step on these parameters has not finished")
             _interrupts.wait(changed, _SLICE_S)
 
     def let_go(self) -> None:
@@ -439,7 +439,7 @@ def _wait_begun(change: Change) -> None:
         try:
             while not change.begin():
                 if time.monotonic() >= deadline:
-                    raise late("calls that use these parameters, or another step, have not ended")
+                    raise late("calls that use these parameters, or another step, have not finished")
                 _interrupts.wait(changed, _SLICE_S)
                 now = time.monotonic()
                 for call in [call for call in _readers if call.has_slept(now)]:

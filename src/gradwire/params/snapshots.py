@@ -214,8 +214,8 @@ def _unpack(saved: Saved) -> torch.Tensor:
     if now not in (version, None) and version is not None:
         raise AutogradError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} instead. "
-            "Steps of optimizers must be made with gradwire.optim or inside gradwire.params.snapshots.stepping"
+            f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} "
+            f"instead. Step optimizers through gradwire.optim, or inside gradwire.params.snapshots.stepping"
         )
     return tensor
 

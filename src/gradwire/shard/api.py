@@ -48,7 +48,7 @@ def _shard_tensor(
         RuntimeError: There is no process group, or this process is not an RPC worker.
     """
     if not isinstance(sharding_spec, ShardingSpec):
-        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(sharding_spec).__name__}")
+        raise TypeError(f"sharding_spec must be a ShardingSpec, not {type(sharding_spec).__name__}")
     return sharding_spec.shard(tensor, src_rank, process_group)
 
 

@@ -65,7 +65,7 @@ def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
     for name, entry in plan.plan.items():
         if isinstance(entry, Sharder):
             if name == "":
-                raise KeyError("Module path must not be empty for custom sharder! It is put where a submodule was")
+                raise KeyError("Module path must not be empty for custom sharder! A Sharder replaces a submodule")
             steps.sharders.append(Step(name, entry, list(submodules[id(module.get_submodule(name))])))
     for name, entry in plan.plan.items():
         if isinstance(entry, ShardingSpec):
@@ -80,7 +80,7 @@ def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
 def _check_types(module: Any, plan: Any) -> None:
     check_module(module)
     if not isinstance(plan, ShardingPlan):
-        raise TypeError(f"a module is sharded by a ShardingPlan, not {_kind(plan)}")
+        raise TypeError(f"plan must be a ShardingPlan, not {_kind(plan)}")
     for name, entry in _items(plan.plan, "plan"):
         if not isinstance(entry, ShardingSpec | Sharder):
             raise TypeError(f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', not {_kind(entry)}")
@@ -89,10 +89,10 @@ def _check_types(module: Any, plan: Any) -> None:
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{name}', not {_kind(entry)}")
     paths: Any = plan.return_local_tensor or []  # programs pass anything
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
-        raise TypeError(f"return_local_tensor is a list of paths of modules, not {paths!r}")
+        raise TypeError(f"return_local_tensor must be a list of module paths, not {paths!r}")
     for path in paths:
         if paths.count(path) > 1:
-            raise ValueError(f"return_local_tensor has '{path}' twice")
+            raise ValueError(f"return_local_tensor lists '{path}' twice")
 
 
 def check_module(module: Any) -> None:
@@ -102,7 +102,7 @@ def check_module(module: Any) -> None:
 
 def _items(entries: Any, name: str) -> list[tuple[str, Any]]:
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
-        raise TypeError(f"the {name} of a ShardingPlan is a dict by names, not {entries!r}")
+        raise TypeError(f"the {name} of a ShardingPlan must be a dict by name, not {entries!r}")
     return list(entries.items())
 
 
@@ -138,14 +138,16 @@ def read_parameter(module: nn.Module, name: str, spec: ShardingSpec, tensors: Sl
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"Expected {_kind(owner)}.{attribute} to be a Tensor, but found {_kind(tensor)}")
     if isinstance(tensor, ShardedTensor):
-        raise ValueError(f"param: {name} is sharded already; to divide it in another way, call its reshard()")
+        raise ValueError(f"param: {name} is already sharded; to shard it differently, call its reshard()")
     if is_lazy(tensor):
         raise ValueError(f"param: {name} has no size yet; run the module once before it is sharded")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"param: {name} is not a contiguous Tensor")
     first = (owner, attribute)
     if not tensor.is_leaf or attribute not in (*dict(_tensors_of(owner)), *owner.__dict__):
-        raise ValueError(f"{_kind(owner)}.{attribute} is computed; shard what it is computed from")
+        raise ValueError(
+            f"{_kind(owner)}.{attribute} is a computed attribute; shard the tensor that it is computed from"
+        )
     return Step(name, spec, [first, *(slot for slot in tensors.get(id(tensor), []) if slot != first)])
 
 
@@ -174,7 +176,8 @@ def _check_sharders(steps: Steps) -> None:
             if any(id(owner) in inside for owner, _ in step.slots):
                 raise RuntimeError(
                     f"ShardingPlan is in-valid, trying to shard a parameter: {step.name}, which is in the module of a "
-                    f"Sharder: {sharder.name}; parameter sharding should not conflict with the submodule tree of a Sharder"
+                    f"Sharder: {sharder.name}; parameter sharding should not conflict with the submodule tree of a "
+                    f"Sharder"
                 )
         for other in steps.sharders:
             if other is not sharder and id(other.value) in inside:

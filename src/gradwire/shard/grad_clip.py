@@ -73,8 +73,8 @@ def _as_list(parameters: Parameters) -> list[torch.Tensor]:
     for item in found:
         if isinstance(item, ShardedTensor) and not isinstance(item._backend, GroupBackend):
             raise ConfigurationError(
-                "gradients of a parameter that is divided among RPC workers are in contexts; use clip_grad_norm_ and "
-                "clip_grad_value_ of gradwire.optim.DistributedOptimizer"
+                "gradients of a parameter that is sharded over RPC workers are kept in contexts; use clip_grad_norm_ "
+                "and clip_grad_value_ of gradwire.optim.DistributedOptimizer"
             )
     return found
 

@@ -43,12 +43,12 @@ def collective(group: Any, what: str) -> Iterator[None]:
             raise
         names = " and ".join(f"rank {rank}" for rank in lost) or "a rank"
         happened = (
-            "is gone" if lost else "did not take part in time; do all ranks make the same calls in the same order"
+            "is gone" if lost else "did not join in time (check that all ranks make the same calls in the same order)"
         )
         raise WorkerLost(
             f"{names} of the process group {happened} ({what}, seen by rank {dist.get_rank(group)} of "
-            f"{dist.get_world_size(group)}). The group cannot be used any more: start again from a checkpoint. "
-            f"Error of the backend: {error}",
+            f"{dist.get_world_size(group)}). The group can no longer be used: restart from a checkpoint. Backend "
+            f"error: {error}",
             names,
         ) from error
 

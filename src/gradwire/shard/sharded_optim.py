@@ -36,8 +36,8 @@ def whole_matrix_problem(optimizer_class: type[Any]) -> str:
     if not issubclass(optimizer_class, _WHOLE):
         return ""
     return (
-        f"{optimizer_class.__name__} looks at a parameter as a whole, so it cannot step parts of one on their own; use "
-        f"it for parameters that are not sharded, and one that works element by element (SGD, AdamW) for those that are"
+        f"{optimizer_class.__name__} needs whole parameters, so it cannot step single shards; use it for parameters "
+        f"that are not sharded, and an element-wise optimizer (SGD, AdamW) for those that are"
     )
 
 
@@ -136,8 +136,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for item in self._parameters():
             if item.is_stale:
                 raise OptimizerError(
-                    f"parameter {item.name!r} was resharded, so this optimizer has tensors that are not in use any more; "
-                    f"make another one, and load this one's state_dict() into it"
+                    f"parameter {item.name!r} was resharded, so this optimizer holds tensors that are no longer in "
+                    f"use; create another one, and load this one's state_dict() into it"
                 )
         if closure is not None:
             closure = functools.partial(_call_user, closure)
@@ -245,7 +245,7 @@ def _take_parameter(name: str, value: Any) -> _Parameter:
         return _Parameter(name, value, (value,))
     if not isinstance(value._backend, GroupBackend):
         raise ConfigurationError(
-            f"parameter {name!r} is divided among RPC workers; use gradwire.optim.DistributedOptimizer for it"
+            f"parameter {name!r} is sharded over RPC workers; use gradwire.optim.DistributedOptimizer for it"
         )
     return _Parameter(name, value, tuple(part for part in value._parts if isinstance(part, torch.Tensor)))
 
@@ -353,7 +353,7 @@ def _names(theirs: list[Any], sizes: list[int], groups: Sequence[Sequence[_Param
         return [str(name) for name in theirs]
     if any(isinstance(name, str) for name in theirs):
         missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
-        raise ConfigurationError(f"the state is of other parameters: missing {missing}, unexpected {unexpected}")
+        raise ConfigurationError(f"the state is for other parameters: missing {missing}, unexpected {unexpected}")
     if sizes != [len(group) for group in groups]:
         raise ConfigurationError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
@@ -375,13 +375,14 @@ def _divided(parameter: _Parameter, key: str, value: Any) -> list[Any]:
     if isinstance(value, ShardedTensor):
         if value.size() != target.size():
             raise ConfigurationError(
-                f"{key!r} of parameter {parameter.name!r} has size {list(value.size())}, the parameter {list(target.size())}"
+                f"{key!r} of parameter {parameter.name!r} has size {list(value.size())}, the parameter "
+                f"{list(target.size())}"
             )
         with torch.no_grad():
             if not isinstance(target, ShardedTensor):
                 return [value.full_tensor()]
             if value._backend != target._backend:
-                raise ConfigurationError("the state is divided among others than the parameter; gather it first")
+                raise ConfigurationError("the state is sharded over other workers than the parameter; gather it first")
             moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
             return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]
     if not isinstance(value, torch.Tensor):

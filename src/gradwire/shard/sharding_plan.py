@@ -117,9 +117,9 @@ class BalancedPlanner(ShardingPlanner):
         self.min_bytes, self.pairs = min_bytes, list(pairs)
         capacities = list(capacities) if capacities is not None else [1.0] * len(self.placements)
         if not self.placements or len({str(item) for item in self.placements}) < len(self.placements):
-            raise ValueError(f"a planner needs placements, each of them once, not {[str(p) for p in placements]}")
+            raise ValueError(f"a planner needs one or more distinct placements, not {[str(p) for p in placements]}")
         if len(capacities) != len(self.placements) or any(item < 0 for item in capacities) or not sum(capacities):
-            raise ValueError(f"capacities are one number >= 0 for each of {len(self.placements)} placements")
+            raise ValueError(f"capacities must be one number >= 0 for each of {len(self.placements)} placements")
         self.shares = [item / sum(capacities) for item in capacities]
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
@@ -168,9 +168,9 @@ class BalancedPlanner(ShardingPlanner):
         for pair in self.pairs:
             found = [module.get_submodule(path) for path in pair]
             if not all(isinstance(item, nn.Linear) for item in found):
-                raise TypeError(f"a pair is made of two Linear modules, not {[type(item).__name__ for item in found]}")
+                raise TypeError(f"a pair must be two Linear modules, not {[type(item).__name__ for item in found]}")
             if found[0].out_features != found[1].in_features:
-                raise ValueError(f"the output of {pair[0]} has another size than the input of {pair[1]}")
+                raise ValueError(f"the output size of {pair[0]} does not match the input size of {pair[1]}")
         return self.pairs
 
 

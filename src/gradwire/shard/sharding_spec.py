@@ -90,7 +90,7 @@ class ChunkShardingSpec(ShardingSpec):
         if type(self.dim) is not int:
             raise ValueError(f"Sharding dim needs to be an integer, found: {self.dim}")
         if isinstance(self.placements, str):
-            raise TypeError(f"placements are a list, also of one: [{self.placements!r}]")
+            raise TypeError(f"placements must be a list, even for one: [{self.placements!r}]")
         if not self.placements:
             raise ValueError("ChunkShardingSpec needs at least one placement")
         self.placements = [as_placement(item) for item in self.placements]
@@ -133,7 +133,7 @@ def as_placement(value: Placement) -> RemoteDevice:
     if isinstance(value, RemoteDevice):
         return value
     if not isinstance(value, str | torch.device):
-        raise TypeError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
+        raise TypeError(f"a placement must be a string such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
     return RemoteDevice(value)
 
 

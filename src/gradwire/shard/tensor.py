@@ -271,7 +271,7 @@ class ShardedTensor(ShardedTensorBase):
         metadata = resharding_spec.build_metadata(self.size(), properties)
         backend = backend_for(metadata.shards_metadata, self._process_group)
         if backend != self._backend:
-            raise ValueError("a tensor cannot go from a process group to RPC workers or back; gather it first")
+            raise ValueError("a tensor cannot be moved between a process group and RPC workers; gather it first")
         layout = layout_of(metadata.shards_metadata, backend)
         parts = backend.move(self._parts, self._layout, layout, self._like)
         made = ShardedTensor._make(backend, resharding_spec, metadata, parts, layout)

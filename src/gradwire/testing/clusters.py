@@ -122,7 +122,7 @@ class _Program:
         try:
             return self._process.wait(max(0.1, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise self.fail("the program of this check does not end") from None
+            raise self.fail("the program of this check did not end") from None
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         """Wait until it has printed a line in which the pattern is found."""
@@ -138,7 +138,7 @@ class _Program:
         try:
             wait_until(look, max(0.1, self._deadline - time.monotonic()))
         except TimeoutError:
-            raise self.fail(f"the program of this check does not print {pattern!r}") from None
+            raise self.fail(f"the program of this check did not print {pattern!r}") from None
         return found[0]
 
     def end_driver(self, signum: int) -> None:
@@ -151,7 +151,7 @@ class _Program:
             wait_until(lambda: all(_start_time(pid) != start for pid, start in begun.items()), _GONE_S)
         except TimeoutError:
             left = [pid for pid, start in begun.items() if _start_time(pid) == start]
-            raise self.fail(f"workers are left {_GONE_S:g} s after the end of the driver: {left}") from None
+            raise self.fail(f"workers are still running {_GONE_S:g} s after the driver ended: {left}") from None
 
 
 def _start_time(pid: int) -> str | None:
@@ -386,7 +386,7 @@ def _raises(kind: type[Exception] | tuple[type[Exception], ...], *texts: str) ->
     except kind as error:
         said = "".join(traceback.format_exception(error))  # with its cause: the traceback of the worker
         missing = [text for text in texts if text not in said]
-        assert not missing, f"the error does not say {missing}: {said}"
+        assert not missing, f"the error does not mention {missing}: {said}"
     else:
         raise AssertionError(f"{kind} was not raised")
 

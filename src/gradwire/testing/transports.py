@@ -103,7 +103,7 @@ def receive_frames(connection: StreamConnection, num_frames: int) -> list[framin
         read = connection.read_nowait()
         frames += read or []
         if read is None:
-            assert time.monotonic() < deadline, f"{len(frames)} of {num_frames} frames came in time"
+            assert time.monotonic() < deadline, f"{len(frames)} of {num_frames} frames arrived in time"
             connection.wait_readable(0.1)
     assert len(frames) == num_frames
     return frames

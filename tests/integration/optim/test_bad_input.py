@@ -116,7 +116,7 @@ def test_contexts_that_are_none(cluster: Cluster) -> None:
         for wrong in (None, "ctx", True, [], [None], 1.5, lambda: None):
             with pytest.raises(ConfigurationError, match="step needs the id of a context"):
                 there.optimizer.step(wrong)
-        with pytest.raises(ConfigurationError, match="a context is there twice"):
+        with pytest.raises(ConfigurationError, match="a context is listed twice"):
             there.optimizer.step([ctx, ctx])
         with pytest.raises(UnknownContext, match="Could not find autograd context with id: 12345"):
             there.optimizer.step([ctx, 12345])

@@ -116,7 +116,7 @@ def test_orders_of_another_form_are_refused(weight: rpc.RRef[torch.Tensor]) -> N
     ],
 )
 def test_optimizers_of_nothing_are_not_made(weight: rpc.RRef[torch.Tensor], order: tuple[Any, ...]) -> None:
-    with pytest.raises(DecodeError, match=r"^not the arguments to make an optimizer"):
+    with pytest.raises(DecodeError, match=r"^invalid arguments for creating an optimizer"):
         rpc.rpc_sync("b", MAKE, args=order)
 
 

@@ -53,7 +53,7 @@ def test_containers_of_objects(tmp_path: Path) -> None:
         (nn.BatchNorm1d(2), ["'model/running_mean' is wanted and not in the checkpoint"]),
         (torch.zeros(2), ["'model' was not saved as a tensor"]),
         (torch.optim.SGD([torch.zeros(1)], lr=1.0), ["'model' was not saved as an optimizer of one process"]),
-        (3, ["'model' was saved as a module; give one that is to be filled"]),
+        (3, ["'model' was saved as a module; pass one to be filled"]),
     ],
 )
 def test_what_does_not_fit_changes_nothing(tmp_path: Path, other: Any, problems: list[str]) -> None:

@@ -115,7 +115,7 @@ def _set_grad(func: Any, tensor: ShardedTensor, gradient: Any = None) -> None:
 def _retain_grad(func: Any, tensor: ShardedTensor) -> None:
     parts = _parts_here(tensor)
     if parts is None:
-        raise unsupported(func, "over RPC gradients are in contexts")
+        raise unsupported(func, "over RPC, gradients are kept in contexts")
     for part in parts:
         part.retain_grad()
 

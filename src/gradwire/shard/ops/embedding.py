@@ -178,12 +178,13 @@ def _read_bags(
         raise RuntimeError("include_last_offset: number of offsets should be at least 1")
     if starts.numel() and int(starts[0]) != 0:
         raise RuntimeError(
-            f"offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. However, "
-            f"got {int(starts[0])}"
+            f"offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. "
+            f"However, got {int(starts[0])}"
         )
     if starts.numel() and int(starts[-1]) > input.size(0):
         raise RuntimeError(
-            f"offsets[-1] can not be greater than input's length {input.size(0)} but got offsets[-1] of {int(starts[-1])}"
+            f"offsets[-1] can not be greater than input's length {input.size(0)} but got offsets[-1] of "
+            f"{int(starts[-1])}"
         )
     if not include_last_offset:
         starts = torch.cat([starts, starts.new_tensor([input.size(0)])])
@@ -467,7 +468,7 @@ def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -
         raise problem
     for place, other in zip(backend.participants, gathered, strict=True):
         if other[0] == _FAILED:
-            raise RuntimeError(f"failed on rank {place}, whose error says why; no rank goes on")
+            raise RuntimeError(f"failed on rank {place}, which raises the cause; no rank continues")
         if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
             raise ValueError(
                 f"rows must have the same size on every rank: {list(rows.size()[1:])} on {backend.own_place}, "

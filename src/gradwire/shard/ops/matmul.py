@@ -127,7 +127,7 @@ def multiply(
     if left.dim() > 1:
         return found
     if isinstance(found, ShardedTensor):
-        raise unsupported(func, "the result would be divided, and a vector is not rows; pass x.unsqueeze(0)")
+        raise unsupported(func, "the result would be sharded by rows, and a vector has none; pass x.unsqueeze(0)")
     return found.squeeze(0)
 
 
@@ -262,7 +262,7 @@ def _bmm(func: Any, input: torch.Tensor, mat2: torch.Tensor) -> ShardedTensor:
     is_input = _is_whole(input, 2)
     leader, other = (input, mat2) if is_input else (mat2, input)
     if not isinstance(leader, ShardedTensor) or not (is_input or _is_whole(mat2, 1)):
-        raise unsupported(func, "it is cut along the dimension that is summed over; redistribute() it first")
+        raise unsupported(func, "it is sharded along the dimension that is summed over; redistribute() it first")
     check_same_group(func, leader, other)
     backend, layout = leader._backend, leader._layout
     changed = 2 if is_input else 1  # along this dimension a product has all, as the other operand has along both

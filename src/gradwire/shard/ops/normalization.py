@@ -24,7 +24,7 @@ _T: Any = torch.Tensor
 @implements(torch.softmax, _T.softmax, torch.log_softmax, _T.log_softmax)
 def _softmax(func: Any, input: Any, dim: int | None = None, dtype: torch.dtype | None = None) -> ShardedTensor:
     if dim is None:
-        raise unsupported(func, "say along which dimension (dim=)")
+        raise unsupported(func, "pass the dimension (dim=)")
     (dim,) = dims_of(input, dim)
     is_log = func.__name__ == "log_softmax"
     if input._layout.is_whole_along(dim, input.size(dim)):
@@ -80,9 +80,11 @@ def _norm_rows(
             f"Given normalized_shape={shape}, expected input with shape [*, {str(shape)[1:]}, got {tensor}"
         )
     if len(shape) < tensor.dim() and not is_whole(tensor, range(tensor.dim() - len(shape), tensor.dim())):
-        raise unsupported(func, f"the last {len(shape)} dimensions are divided; redistribute() so that they are whole")
+        raise unsupported(
+            func, f"the last {len(shape)} dimensions are sharded; redistribute() it along another dimension first"
+        )
     if len(shape) == tensor.dim():
-        raise unsupported(func, "all dimensions are normalized, and the tensor is divided along one of them")
+        raise unsupported(func, "all dimensions are normalized, and the tensor is sharded along one of them")
     small = [min(2, length) for length in shape]
     expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
     layout, size = tensor._layout, tensor.size()

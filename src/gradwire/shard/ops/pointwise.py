@@ -53,7 +53,7 @@ class PointwiseCall:
         sharded = [item for item in self.operands if isinstance(item, ShardedTensor)]
         for item in values:
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
-                raise unsupported(func, "it takes no lists of tensors")
+                raise unsupported(func, "lists of tensors are not supported")
         check_same_group(func, *sharded)
         # Of tensors without elements: tells the dtype and whether there is a gradient, and raises what parts would raise.
         self.result = func(*map(probe, args), **{name: probe(item) for name, item in kwargs.items()})

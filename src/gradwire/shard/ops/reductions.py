@@ -340,7 +340,7 @@ def _loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
-        raise unsupported(func, "size_average and reduce are old names; use reduction=")
+        raise unsupported(func, "size_average and reduce are deprecated; use reduction=")
     values = pointwise(func, given.pop("input"), given.pop("target"), **{**given, "reduction": "none"})
     if reduction == "none":
         return values

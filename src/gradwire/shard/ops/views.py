@@ -94,7 +94,7 @@ def _view(func: Any, input: ShardedTensor, *shape: Any, **named: Any) -> Sharded
     if len(lengths) == 1 and isinstance(lengths[0], list | tuple):
         lengths = list(lengths[0])
     if not all(type(item) is int for item in lengths):
-        raise unsupported(func, "it takes the lengths of the new dimensions")
+        raise unsupported(func, "pass the sizes of the new dimensions")
     return _reshape(func, input, _fill_in(lengths, input.numel()))
 
 
@@ -151,8 +151,8 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
     if any(box is None for box in boxes):
         raise unsupported(
             func,
-            f"the shards of a tensor of size {old}, divided by {tensor._sharding_spec}, are not boxes of one of size {new}; "
-            "redistribute() it along another dimension first",
+            f"the shards of a tensor of size {old} with {tensor._sharding_spec} are not contiguous boxes of size "
+            f"{new}; redistribute() it along another dimension first",
         )
     layout = Layout(tuple(box for box in boxes if box is not None), tensor._layout.places)
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
@@ -174,7 +174,7 @@ def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], siz
 @implements(torch.t, _T.t, _T.T.__get__, _T.mT.__get__)
 def _transpose_matrix(func: Any, input: ShardedTensor) -> ShardedTensor:
     if input.dim() != 2:
-        raise unsupported(func, f"it has {input.dim()} dimensions, not 2; say which with transpose")
+        raise unsupported(func, f"it has {input.dim()} dimensions, not 2; name the dimensions with transpose")
     return _transpose(func, input, 0, 1)
 
 
