@@ -625,7 +625,9 @@ class DistEngine:
     def _ask_to_be_told(self, context_id: int) -> None:
         creator = creator_of(context_id)
         if not self.tell(creator, "autograd.holds", HoldsContext(context_id), is_urgent=False):
-            where = f"because worker {creator}, which made it, and the worker that sent it to {self.worker} are unreachable"
+            where = (
+                f"because worker {creator}, which made it, and the worker that sent it to {self.worker} are unreachable"
+            )
             self._release(context_id, where, creator, is_suspected=True)
 
     def _on_holds(self, sender: WorkerInfo, message: HoldsContext, _: list[torch.Tensor]) -> None:

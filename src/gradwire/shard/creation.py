@@ -378,7 +378,7 @@ def _join_metadata(described: Sequence[_Described], is_stacked: bool) -> Sharded
             )
     of_shards = [(rank, *item) for rank, (_, items) in enumerate(described) for item in items]
     if not of_shards:
-        raise ValueError("a ShardedTensor would have no local shards on any rank; it needs at least one shard")
+        raise ValueError("a ShardedTensor would have no local shards on all ranks; it needs at least one shard")
     first_rank, _, properties = of_shards[0]
     for rank, _, found in of_shards:
         name = _find_difference(found, properties)

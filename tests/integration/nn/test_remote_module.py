@@ -196,7 +196,7 @@ def test_hooks_on_the_owner_run_for_everybody(cluster: Cluster) -> None:
     handle.remove()
     handle.remove()
     assert torch.equal(remote(x), local(x))
-    with pytest.raises(ConfigurationError, match="no hooks of kind 'sideways'"):
+    with pytest.raises(ConfigurationError, match="unknown kind of hook 'sideways'"):
         remote.register_owner_hook("sideways", double_result)  # type: ignore[arg-type]
 
 

@@ -209,7 +209,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, folder: Folder) -> 
 
 def test_nothing_is_written_over(tmp_path: Path, folder: Folder) -> None:
     (tmp_path / NAME).write_text("mine")
-    with pytest.raises(CheckpointWriteFailed, match="exists already"):
+    with pytest.raises(CheckpointWriteFailed, match="already exists"):
         write(folder, {"a": torch.zeros(1)})
     assert (tmp_path / NAME).read_text() == "mine"
 

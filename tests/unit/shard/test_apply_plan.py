@@ -80,7 +80,7 @@ def plan_of(entries: Any, *more: Any) -> Callable[[], ShardingPlan]:
         (plan_of({3: ROWS}), TypeError, "dict by names"),
         (lambda: {"layers.0.weight": ROWS}, TypeError, "a ShardingPlan, not dict"),
         (plan_of({}, {"layers": "rows"}), TypeError, "Only `ShardingSpec` is supported as output_plan for 'layers'"),
-        (plan_of({}, None, "layers"), TypeError, "list of paths"),
+        (plan_of({}, None, "layers"), TypeError, "list of module paths"),
         (plan_of({}, None, ["layers", "layers"]), ValueError, "'layers' twice"),
         (plan_of({"layers.2.weight": ROWS}), AttributeError, "no attribute"),
         (plan_of({"layers.0.kernel": ROWS}), AttributeError, "has no attribute `kernel`"),
