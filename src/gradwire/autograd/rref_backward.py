@@ -1,4 +1,4 @@
-"""Backward passes that begin at the value of a reference, on whatever worker that is."""
+"""Backward passes that start from the value of a reference, on any worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKWARD = "gradwire.rref.backward"
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Runs a backward pass from the value of a reference; see `RRef.backward`."""
+    """Run a backward pass from the value of a reference; see `RRef.backward`."""
     if rref.is_owner():
         _run(rref.local_value(), context_id, retain_graph)
     elif context_id == -1:
@@ -26,7 +26,7 @@ def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
             f"owner"
         )
     else:
-        with torch.no_grad():  # the call itself has no part in the graph
+        with torch.no_grad():  # the call itself is not part of the graph
             rref._ask(BACKWARD, (context_id, retain_graph), -1.0)
 
 
