@@ -66,7 +66,7 @@ class Several(nn.Module):
 
 def test_results_in_containers_are_found(cluster: Cluster) -> None:
     result = cluster.workers[0].module(Several)(make_input(1))
-    with pytest.warns(UserWarning, match="Several on worker0 returned"):
+    with pytest.warns(UserWarning, match="result of Several on worker0"):
         result["one"][0].sum().backward()
 
 

@@ -132,7 +132,7 @@ def test_owners_do_only_what_optimizers_do(cluster: Cluster) -> None:
     there.make_optimizer(make(SGD, lr=0.1))
     with pytest.raises(PermissionError, match="unknown optimizer operation"):
         there.optimizer.remote_optimizers[0]._ask(OPERATE, ("__reduce__",), 10.0)
-    with pytest.raises(PermissionError, match="needs a reference to an optimizer"):
+    with pytest.raises(PermissionError, match="unknown optimizer operation"):
         there.parameters[0]._ask(OPERATE, ("zero_",), 10.0)
 
 

@@ -127,7 +127,7 @@ class Special(torch.Tensor):
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.eye(2).to_sparse(), "layout torch.sparse_coo; save its indices and values"),
+        (torch.eye(2).to_sparse(), "layout is torch.sparse_coo; save its indices and values"),
         (torch.empty(2, device="meta"), "meta device"),
         (torch.ones(2).as_subclass(Special), "it is a Special"),
         (torch.zeros(2, dtype=torch.float8_e8m0fnu), "its dtype is torch.float8_e8m0fnu"),

@@ -76,8 +76,8 @@ def plan_of(entries: Any, *more: Any) -> Callable[[], ShardingPlan]:
     ("plan", "error", "words"),
     [
         (plan_of({"layers.0.weight": 3}), TypeError, "Only `ShardingSpec` and `Sharder` are supported to shard 'layers.0.w"),
-        (plan_of([ROWS]), TypeError, "dict by names"),
-        (plan_of({3: ROWS}), TypeError, "dict by names"),
+        (plan_of([ROWS]), TypeError, "dict by name"),
+        (plan_of({3: ROWS}), TypeError, "dict by name"),
         (lambda: {"layers.0.weight": ROWS}, TypeError, "a ShardingPlan, not dict"),
         (plan_of({}, {"layers": "rows"}), TypeError, "Only `ShardingSpec` is supported as output_plan for 'layers'"),
         (plan_of({}, None, "layers"), TypeError, "list of module paths"),

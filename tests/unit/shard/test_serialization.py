@@ -61,7 +61,7 @@ FIELDS = [GOOD, "the part", False, None, False]
     [
         (1, None, "a list of references"),
         (1, ["x"], "a list of references"),
-        (1, [], "1 references are needed"),
+        (1, [], "expected 1 references"),
         (0, ([7, 5], [([0, 0], [7, 5], "b/cpu")], *GOOD[2:]), "owned by the worker of the shard"),
         (0, ([5, 7], [([0, 0], [5, 7], "a/cpu")], *GOOD[2:]), "refers to another value"),
         (0, (*GOOD[:2], torch.float64, *GOOD[3:]), "refers to another value"),
