@@ -1,4 +1,4 @@
-"""Saving: find out which worker owns what, have all of them write, and then make it the checkpoint.
+"""Saving: find the owners of all parts, let them write, and then publish the checkpoint.
 
 1. everything can be saved, and the directory is seen       where each part is
 2. a file of each worker                                    where each part is
@@ -36,10 +36,10 @@ from gradwire.shard.worker_backend import WorkerBackend
 from gradwire.versions import GRADWIRE_VERSION
 
 Reports = dict[str, WriteReport]
-"""By worker; this one's is ""."""
+"""Reports by worker; the key of this worker is ""."""
 
 Pieces = dict[str, list[tuple[str, tuple[int, ...]]]]
-"""Of sharded tensors, by their paths: names of pieces, and where they begin."""
+"""Pieces of sharded tensors by path: their names and offsets."""
 
 
 def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: float, group: Any = None) -> Index:
@@ -56,7 +56,7 @@ def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: f
             progress.total = num_bytes
             reports = ranks.each(lambda: _write(place, generation, plan, workers, ranks.name, progress))
             progress.num_bytes = progress.total
-        # The states of parts stay where they are: only the rank that has asked for them needs them.
+        # The states of parts are not sent to other ranks: only the rank that asked for them needs them.
         bare = [WriteReport([], report.files, report.tensors) for report in reports.values()]
         written = ranks.all(lambda: (bare, plan.pieces(reports)))
         failpoint("files-written")
@@ -64,7 +64,7 @@ def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: f
 
 
 def _describe(place: Directory, generation: str, plan: SavePlan, workers: Workers) -> int:
-    """Return how many bytes will be written; everything can be saved."""
+    """Check that everything can be saved; return how many bytes will be written."""
     own, answers = workers.ask(
         plan.parts.calls(owner.DESCRIBE, lambda _: (str(place.path), generation)),
         lambda: owner.describe(place, generation, plan.parts.here, plan.claim_known),
@@ -123,17 +123,17 @@ def _publish(
         tensors=tensors,
         state=plan.finish(reports, pieces, tensors),
     )
-    check(index, "that is to be written")  # whatever others have reported: an index in its place can be loaded
+    check(index, "that is to be written")  # whatever others have reported: a published index must be loadable
     place.publish(index)
     return index
 
 
-# -- what there is to save ------------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Sharded:
-    """A sharded tensor, where its shards begin, and where the reports on them will be."""
+    """A sharded tensor, the offsets of its shards, and the positions of the reports on them."""
 
     path: str
     tensor: ShardedTensor
@@ -143,7 +143,7 @@ class _Sharded:
 
 @dataclass(slots=True)
 class _Object:
-    """An object, and where the reports on its parts will be."""
+    """An object, and the positions of the reports on its parts."""
 
     path: str
     value: Any
@@ -153,10 +153,11 @@ class _Object:
 
 
 class SavePlan:
-    """What there is to save, and which worker has it.
+    """The objects to save, and the workers that have them.
 
-    With a process group, its ranks save together, and only the first one writes what is not sharded; without one, this
-    worker asks all others. `tensors` is what this worker writes besides its parts.
+    With a process group, its ranks save together, and only the first one writes objects that are not sharded; without
+    one, this worker asks
+    all others. `tensors` are written by this worker besides its parts.
     """
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:
@@ -235,7 +236,7 @@ class SavePlan:
         }
 
     def finish(self, reports: Reports, pieces: Pieces, entries: dict[str, TensorEntry]) -> tree.Node:
-        """Return the node of the whole state, with what the owners have reported on their parts.
+        """Return the node of the whole state, with the owners' reports on their parts.
 
         The pieces of sharded tensors, and the entries of tensors, come from all ranks.
         """

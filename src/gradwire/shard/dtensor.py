@@ -34,11 +34,11 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     """Return the same tensor as a `DTensor`; every rank of its group calls it.
 
     Args:
-        tensor: One of a process group.
-        device_mesh: The mesh; if not given, all ranks of the group in their order.
+        tensor: A sharded tensor of a process group.
+        device_mesh: The mesh; by default all ranks of the group in order.
 
     Raises:
-        ValueError: It belongs to RPC workers, or is divided in a way that a DTensor on that mesh cannot be.
+        ValueError: It belongs to RPC workers, or its sharding cannot be expressed by a DTensor on that mesh.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
