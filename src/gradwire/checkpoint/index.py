@@ -1,9 +1,9 @@
-"""The index of a checkpoint: one JSON file that says what is in it, where, and how to tell whether it is whole.
+"""The index of a checkpoint: one JSON file with its contents, their places in files, and checksums.
 
     {"format": "gradwire.checkpoint", "version": 2, "checksum": "crc32:...", "content": {...}}
 
-The checksum is of the bytes of ``content``. The version is looked at before anything else, so that a checkpoint of a later
-gradwire says so instead of looking damaged.
+The checksum is of the bytes of ``content``. The version is checked first, so that a checkpoint of a later gradwire raises
+an error about its version, not about damage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STORED_NAMES: Final = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""What safetensors calls the dtype that the bytes of a tensor are kept as, by torch's name."""
+"""The safetensors dtype of the stored bytes, by torch's name of the dtype."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in STORED_NAMES if hasattr(torch, name)}
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -57,7 +57,7 @@ FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor is and what it must be. In its safetensors file it has the same name as in the index."""
+    """Place, dtype, shape and checksum of a tensor. In its safetensors file it has the same name as in the index."""
 
     file: str
     offset: int  # of its bytes in the file

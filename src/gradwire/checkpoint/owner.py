@@ -1,4 +1,4 @@
-"""What the owners of parts do for a save or a load.
+"""Operations of the owners of parts in a save or a load.
 
     the worker that saves or loads            each owner
     describe(parts)            ------->       checks that everything can be saved; returns how many bytes that is
@@ -8,9 +8,10 @@
     check(tensors)             ------->       compares the bytes in files with their checksums
     fill(parts, saved state)   ------->       loads
 
-What is told about tensors travels as JSON, in bytes; tensors themselves do not travel.
+Descriptions of tensors are sent as JSON, in bytes; tensors themselves are not sent.
 
-Any worker can ask for this, with any data. Every order is checked before anything is done: its types when it is decoded,
+Any worker can call these operations with any data. Every request is checked before anything is done: its types when it
+is decoded,
 names, places and forms by the functions that check an index (`gradwire.checkpoint.index`), and what is to be filled by a
 comparison with it. With ``trust="data"`` an owner only touches directories that were allowed there (`allow_directory`), and
 calls `state_dict` and `load_state_dict` only of modules, optimizers, and classes that have exposed them.
@@ -132,11 +133,11 @@ _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
 }
 encode_struct: Final = msgspec.json.Encoder().encode
 for _kind, _empty in ((WriteReport, b'{"parts":[],"files":{},"tensors":{}}'), (FitReport, b'{"fits":[]}')):
-    encode_struct(_decoders[_kind].decode(_empty))  # msgspec learns types here, not in two threads at once
+    encode_struct(_decoders[_kind].decode(_empty))  # msgspec prepares the types here, not in two threads at once
 
 
 def decode_struct(data: bytes, kind: type[T]) -> T:
-    """Return the message in bytes; raises what msgspec raises if they are not one."""
+    """Decode a message; raise msgspec's errors if it is not valid."""
     found: T = _decoders[kind].decode(data)
     return found
 
@@ -171,12 +172,12 @@ def write(
 ) -> WriteReport:
     """Write this worker's file: its parts, and `tensors` besides them.
 
-    `claim` gives the nodes of sharded tensors in the parts. A rank is called otherwise in files: `worker`.
+    `claim` returns the nodes of sharded tensors in the parts. `worker` is the name in files; ranks have their own.
     """
     worker = worker or worker_name()
     name = file_name(generation, worker)
     check_file_name(name, generation)
-    # An optimizer locks itself, then its parameters: its state must be taken before these are locked.
+    # An optimizer locks itself, then its parameters: read its state before the parameters are locked.
     parts = [replace(part, state=state_of(part)) if isinstance(part.value, LocalOptimizer) else part for part in parts]
     with place.open_announced(generation, worker) as folder:
         with snapshots.standing_still(parameters_of(parts)):
@@ -238,7 +239,7 @@ def _open(place: Directory) -> Folder:
         raise CheckpointMissing(f"cannot open the directory {place.path}: {error.strerror}", str(place.path)) from error
 
 
-# -- orders of other workers --------------------------------------------------------------------------------------------
+# -- requests of other workers ------------------------------------------------------------------------------------------
 
 SentPart = tuple[str, str, RRef[Any], tuple[str, ...]]
 _SentParts = Annotated[list[tuple[str, str, Any, tuple[str, ...]]], msgspec.Meta(min_length=1)]
@@ -296,7 +297,7 @@ def _read_directory(directory: Any) -> Directory:
 
 
 def _check_wanted(_: int) -> None:
-    """Stop reading for a worker that does not wait any more, by an error: a file can be as large as it likes."""
+    """Raise if the caller no longer waits, to stop reading: a file can be very large."""
     current_agent().server.time_left(0.0)
 
 
@@ -349,7 +350,7 @@ class Parts:
         self.elsewhere: dict[str, list[Part]] = {}
 
     def add(self, part: Part) -> tuple[str, int]:
-        """Add a part, and return where its report will be: the worker ("" for this one), and its number there."""
+        """Add a part, and return the position of its report: the worker ("" for this one), and its number there."""
         if isinstance(part.value, RRef) and not part.value.is_owner():
             name, found = part.value.owner_name(), self.elsewhere.setdefault(part.value.owner_name(), [])
         else:
