@@ -33,7 +33,7 @@ def _softmax(func: Any, input: Any, dim: int | None = None, dtype: torch.dtype |
         return derive(input, input._layout, parts, input.size(), expected)
     tensor = input if dtype is None else input.to(dtype)
     softmax_part(probe(tensor, 2), dim, None, is_log)  # integers have none
-    # The largest element of each row is taken off first, so that no exponential is too large.
+    # The largest element of each row is subtracted first, so that no exponential overflows.
     shifted = tensor - tensor.detach().amax(dim, keepdim=True)
     powers = shifted.exp()
     total = powers.sum(dim, keepdim=True)
@@ -96,7 +96,7 @@ def _norm_rows(
 def norm_part(
     part: torch.Tensor, *weights: torch.Tensor | None, name: str, shape: list[int], eps: float | None
 ) -> torch.Tensor:
-    """Normalize a part. Also an empty one depends on the weights: all ranks meet in backward."""
+    """Normalize a part. An empty one depends on the weights, too: all ranks take part in backward."""
     if part.numel():
         found: torch.Tensor = getattr(functional, name)(part, shape, *weights, eps=eps)
         return found

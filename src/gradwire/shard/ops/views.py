@@ -1,4 +1,4 @@
-"""Parts of sharded tensors and other shapes of them: every shard gives what it has of the result, and nothing is moved.
+"""Slices, splits and reshapes of sharded tensors: every shard contributes its part of the result, and nothing is moved.
 
 A part of a tensor (`narrow`, `chunk`, `split`) takes from every shard what they have in common, which may be nothing. For
 another shape (`view`, `reshape`) dimensions are taken in groups that hold the same elements before and after:
@@ -68,7 +68,7 @@ def _split(
 
 
 def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
-    """Return what lies between two positions along a dimension."""
+    """Return a slice between two positions along a dimension."""
     backend, layout = tensor._backend, tensor._layout
     boxes, ranges = [], []
     for box in layout.boxes:
@@ -167,7 +167,7 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
 
 
 def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
-    """Make a tensor of parts that were made of those of another one; it has a gradient if that has one."""
+    """Create a tensor from parts computed from those of another one; it requires grad if the other does."""
     return from_layout(tensor._backend, layout, parts, size, tensor._like, needs_gradient(tensor))
 
 
