@@ -272,7 +272,7 @@ def _largest(
     rows: Sequence[torch.Tensor | None],
     columns: Sequence[slice],
 ) -> torch.Tensor:
-    """Return the maximum of all answers, zero where there is none. Of equal ones, that of the first block gets the gradient."""
+    """Return the maximum of all answers, zero where there is none. Of equal ones, the first block gets the gradient."""
     lowest = torch.full(size, -torch.inf, dtype=answers[0].dtype, device=answers[0].device)
     winners = torch.full(size, -1, dtype=torch.int64, device=lowest.device)
     everywhere = torch.arange(size[0], device=lowest.device)
