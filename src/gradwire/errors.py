@@ -186,6 +186,24 @@ class RemoteCallFailed(RpcError):
         self.type_name = type_name
 
 
+class RemoteTraceback(Exception):
+    """The traceback of an exception on another worker: the `__cause__` of the exception that is raised here.
+
+    Attributes:
+        worker: Name of the worker where the exception was raised.
+        traceback: The traceback as that worker printed it.
+    """
+
+    def __init__(self, worker: str, traceback: str, info: object = None) -> None:
+        super().__init__(worker, traceback)
+        self.worker = worker
+        self.traceback = traceback
+        self.info = info  # the `ErrorInfo` that arrived, to be passed on to the next worker
+
+    def __str__(self) -> str:
+        return f"Remote traceback of worker '{self.worker}':\n{self.traceback}"
+
+
 class NoSuchFunction(RpcError, AttributeError):
     """The module on the called worker has no function of that name."""
 

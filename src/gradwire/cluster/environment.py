@@ -114,7 +114,7 @@ def _read_own(env: Mapping[str, str]) -> LaunchEnvironment:
             "machine, or GRADWIRE_MASTER=host:port, the address at which rank 0 listens, if they do not"
         )
     return LaunchEnvironment(
-        launcher="GRADWIRE_RANK",
+        launcher=env.get("GRADWIRE_LAUNCHER") or "GRADWIRE_RANK",
         run_id=run_id,
         rank=_number(env, "GRADWIRE_RANK"),
         world_size=_number(env, "GRADWIRE_WORLD_SIZE"),

@@ -127,6 +127,7 @@ def make_environment(
         "GRADWIRE_RANK": str(rank),
         "GRADWIRE_WORLD_SIZE": str(num_ranks),
         "GRADWIRE_RUN_ID": run_id,
+        "GRADWIRE_LAUNCHER": "gradwire run",
     }
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from gradwire.config import Limits
-from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed
+from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed, RemoteTraceback
 from gradwire.types import Trust
 from gradwire.wire import plain
 from gradwire.wire.messages import ErrorInfo, check_text
@@ -36,26 +36,13 @@ T = TypeVar("T")
 
 _DETAILS_LIMITS: Final = Limits()
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit)
-# Attributes that built-in exceptions keep outside `args` and `__dict__`.
+_NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit, RemoteTraceback)
+# Attributes that built-in exceptions keep outside of `args` and `__dict__`.
 _BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] = (
     (ImportError, ("name", "path")),
     (AttributeError, ("name",)),
     (NameError, ("name",)),
 )
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception on another worker; it is the `__cause__` of the exception that arrived here."""
-
-    def __init__(self, worker: str, traceback: str, info: ErrorInfo | None = None) -> None:
-        super().__init__(worker, traceback)
-        self.worker = worker
-        self.traceback = traceback
-        self.info = info  # the exception as it came, to be passed on
-
-    def __str__(self) -> str:
-        return f"on worker '{self.worker}':\n{self.traceback}"
 
 
 def describe_exception(exc: BaseException, worker: str, limits: Limits) -> ErrorInfo:
@@ -84,7 +71,7 @@ def _chain_of(exc: BaseException) -> list[BaseException | ErrorInfo]:
     link: Any = exc
     while link is not None and len(chain) < MAX_CHAIN and id(link) not in seen:
         seen.add(id(link))
-        if isinstance(link, RemoteTraceback) and link.info is not None:
+        if isinstance(link, RemoteTraceback) and isinstance(link.info, ErrorInfo):
             link = link.info
         chain.append(link)
         if isinstance(link, ErrorInfo):

@@ -145,10 +145,11 @@ def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, TensorTable]:
     except CannotSend:
         raise
     except Exception:  # anything: classes raise what they like, and only the second attempt counts
-        buffer = io.BytesIO()
-        pickler = _CloudPickler(buffer)
-        pickler.dump(value)
-        return buffer.getvalue(), pickler.table
+        pass
+    buffer = io.BytesIO()
+    pickler = _CloudPickler(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.table
 
 
 def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, TensorTable]:

@@ -12,6 +12,7 @@ With ``trust="data"`` no byte of a pickle is written or read.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -109,10 +110,13 @@ def pack_bare(value: Any) -> Packed | None:
 def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
     """Encode a value that is not bare; arguments and errors as `pack`."""
     try:
+        tensors: list[torch.Tensor] | None
         body, tensors = plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
     except plain.NotPlain:
+        tensors = None
+    if tensors is None:  # outside of the handler: an error from here must not show NotPlain as its context
         if trust != "code":
-            raise _explain_not_plain(value, limits) from None
+            raise _explain_not_plain(value, limits)
         return _pack_pickle(value, shares_main)
     if trust != "code":
         try:
@@ -158,7 +162,14 @@ def _pack_pickle(value: Any, shares_main: bool) -> Packed:
     except Exception as error:
         where, culprit = _locate(value, lambda part: _succeeds(pickling.dumps, part))
         reason = f"{type(error).__name__}: {error}"[:500]
-        raise CannotSend(f"{where} of type {_type_name(culprit)} cannot be sent: {reason}") from error
+        # Only a class's own __reduce__ has a traceback worth reading; that of a pickler leads through gradwire alone.
+        cause = error if _is_users(error) else None
+        raise CannotSend(f"{where} of type {_type_name(culprit)} cannot be sent: {reason}") from cause
+
+
+def _is_users(error: BaseException) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("gradwire", "cloudpickle", "copyreg", "pickle")
 
 
 def _succeeds(dumps: Callable[..., Any], *args: Any) -> bool:

@@ -24,7 +24,7 @@ def test_own_type_with_traceback_and_worker(pair: list[Agent], to: str, kind: ty
     with pytest.raises(kind, match="words") as caught:
         rpc.rpc_sync(to, handlers.fail, args=(kind, "words"))
     cause = caught.value.__cause__
-    assert f"on worker '{to}'" in str(cause)
+    assert f"of worker '{to}'" in str(cause)
     assert "in fail\n    raise kind(*args)" in str(cause)
 
 
@@ -109,8 +109,8 @@ def test_every_hop_shows_between_processes(workers: Callable[..., list[Puppet]])
     with pytest.raises(PuppetError) as caught:
         first.do("rpc.rpc_sync('w1', h.pass_on, args=('w2', h.fail, ZeroDivisionError, 'far away'))")
     assert caught.value.kind == "ZeroDivisionError"
-    assert "on worker 'w1'" in caught.value.traceback
-    assert "on worker 'w2'" in caught.value.traceback
+    assert "of worker 'w1'" in caught.value.traceback
+    assert "of worker 'w2'" in caught.value.traceback
 
 
 @pytest.mark.parametrize("to", WAYS)

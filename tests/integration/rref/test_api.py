@@ -137,7 +137,7 @@ def test_what_the_function_raises_comes_with_the_value(names: list[str]) -> None
     with pytest.raises(ValueError, match="broken") as caught:
         rpc.rpc_sync(names[1], tasks.fetch, args=(rref,))
     printed = "".join(traceback.format_exception(caught.value))
-    assert f"on worker '{names[0]}'" in printed
+    assert f"of worker '{names[0]}'" in printed
     assert "in fail" in printed
     with pytest.raises(ValueError, match="broken"):
         rref.rpc_sync().item()

@@ -88,6 +88,7 @@ def test_the_environment_is_what_from_env_and_torch_look_for() -> None:
     found = make_environment(1, 4, "run1", 4711, 2, {"HOME": "/home/me", "TORCHELASTIC_RUN_ID": "outer"})
     here = detect(found)
     assert (here.rank, here.world_size, here.run_id, here.is_one_host) == (1, 4, "run1", True)
+    assert here.launcher == "gradwire run"
     expected = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
     assert expected.items() <= found.items()
     assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/home/me", "2")
