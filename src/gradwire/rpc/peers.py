@@ -125,6 +125,8 @@ class Peer:
             if self.lost_reason is not None:  # in the meantime
                 raise self.lost(self.lost_reason) from error
             raise
+        except ResourceExhausted:  # of this process, which says nothing about the other one
+            raise
         except TransportError as error:
             raise self.lost(f"it cannot be reached: {error}") from error
         finally:

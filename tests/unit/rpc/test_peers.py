@@ -6,9 +6,10 @@ import operator
 import threading
 
 import pytest
+import torch
 
 from conftest import MakeAgents
-from gradwire.errors import IdentityTaken, UnknownWorker
+from gradwire.errors import IdentityTaken, ResourceExhausted, UnknownWorker
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Connection
 from gradwire.rpc.peers import Membership, StaticDirectory
@@ -183,3 +184,18 @@ def test_names_and_ranks_stay_together(name: str, rank: int) -> None:
     assert directory.find(0) == directory.find("a") == make_address("a", 0)
     assert directory.find(1) == directory.find("b") == make_address("b", 1)
     assert len(directory.infos()) == 2
+
+
+def test_a_process_without_descriptors_does_not_take_the_other_worker_for_lost(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = make_agents(2)
+
+    def fail(uri: str, deadline: float) -> None:
+        raise ResourceExhausted("cannot open a connection: too many open files; raise the limit (ulimit -n)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.transports["unix"], "connect", fail)
+        with pytest.raises(ResourceExhausted, match="ulimit -n"):
+            first.call("b", torch.neg, (torch.ones(1),))
+    assert first.call("b", torch.neg, (torch.ones(1),)).item() == -1
