@@ -33,6 +33,7 @@ LONGEST = (  # files of 15 s and more, in this order
     "contracts/test_clusters.py",
     "integration/cluster/test_ray.py",
     "integration/cluster/test_from_env.py",
+    "unit/compat/test_main.py",
     "integration/cluster/test_ray_node_loss.py",
     "integration/cluster/test_ray_programs.py",
     "integration/cluster/test_supervision.py",
@@ -45,12 +46,12 @@ LONGEST = (  # files of 15 s and more, in this order
     "integration/shard/test_linear.py",
     "integration/autograd/test_programs.py",
     "integration/cli/test_run.py",
+    "integration/accelerator/test_backward.py",
     "faults/test_two_hosts.py",
     "faults/test_three_hosts.py",
     "fuzz/test_operations.py",
     "properties/test_ownership_exhaustive.py",
     "simulation/test_backward_simulation.py",
-    "unit/compat/test_main.py",
     "unit/transports/test_shared_memory.py",
 )
 

@@ -1,20 +1,20 @@
-"""Defer Ctrl-C while the main thread runs code of gradwire, so that the rest of gradwire never meets it.
+"""Defer Ctrl-C while the main thread runs gradwire code, so that the rest of gradwire need not handle it.
 
-Python raises `KeyboardInterrupt` between any two steps of the main thread: after a lock was taken and before that is noted,
-in the middle of a frame, inside a finalizer. While this process has a worker, the handler here decides instead. It looks at
-the frames of the main thread, the innermost first:
+Python can raise `KeyboardInterrupt` between any two steps of the main thread: just after a lock is acquired, in the middle
+of a frame, inside a finalizer. While this process has a worker, the handler here decides instead. It inspects the stack of
+the main thread, innermost frame first:
 
-- a function marked with `interruptible` (it runs user code, or it is one of the waits below): the interrupt is raised;
-- any other function of gradwire: the interrupt is *deferred*, and tried again every few milliseconds;
+- a function marked with `interruptible` (it runs user code, or is one of the waits below): the interrupt is raised;
+- any other gradwire function: the interrupt is *deferred* and retried every few milliseconds;
 - neither: the program's own code is running, and the interrupt is raised.
 
-So code of gradwire does nothing about Ctrl-C and pays nothing for it, as long as it waits with the functions of this module.
-A second Ctrl-C while one is deferred is raised wherever it comes.
+So gradwire code ignores Ctrl-C at no cost, as long as it waits with the functions of this module. A second Ctrl-C while one
+is deferred is raised at once.
 
-The handler is installed only where Python's own is in place. Where a program has a handler of its own, `KeyboardInterrupt`
-can come anywhere; the one rule then is that a connection whose frame was cut off is closed. A program's handler that calls
-the one it replaced is called again for each attempt. `asyncio.run` leaves this handler in place, so Ctrl-C ends the loop
-with `KeyboardInterrupt`, as it did before Python 3.11.
+The handler is installed only if Python's default handler is in place. If a program has its own, `KeyboardInterrupt` can
+occur anywhere, and the only guarantee is that a connection with a partly sent frame is closed. If the program's handler
+calls the one it replaced, it is called again for each retry. `asyncio.run` leaves this handler in place, so Ctrl-C ends the
+loop with `KeyboardInterrupt`, as before Python 3.11.
 """
 
 from __future__ import annotations
@@ -34,47 +34,47 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
 
 _RETRY_EVERY_S: Final = 0.005
-_SLICE_S: Final = 0.05  # how long the main thread waits for a condition before it looks for a deferred interrupt
+_SLICE_S: Final = 0.05  # how long the main thread waits for a condition before it checks for a deferred interrupt
 _OURS: Final = "gradwire."
 _OUTSIDE: Final = ("gradwire.testing.", "gradwire.compat.__main__.")  # these call the program, not the other way round
 
 _interruptible: set[CodeType] = set()
-_users: list[None] = []  # one item for each open worker; no lock, because a finalizer may change it in mid-change
-_deferred_since: float | None = None  # when a Ctrl-C came that is still to be raised
+_users: list[None] = []  # one item for each open worker; no lock, because a finalizer may run while it is being changed
+_deferred_since: float | None = None  # when the deferred Ctrl-C arrived
 _is_retry = False  # whether `_retry` has sent a signal that the handler has not seen yet
 _main_thread = threading.main_thread().ident
 
 
 def interruptible(function: _F) -> _F:
-    """Let Ctrl-C through in what this function calls; it must be safe to leave at any point."""
+    """Allow Ctrl-C to be raised in the code this function calls, which must be safe to leave at any point."""
     if hasattr(function, "__wrapped__"):
-        raise TypeError(f"mark {function.__qualname__} with interruptible before other decorators, not after")
+        raise TypeError(f"apply @interruptible to {function.__qualname__} before any other decorator")
     _interruptible.add(function.__code__)
     return function
 
 
 def install() -> None:
-    """Put the handler in place for one more worker. Each call is undone by one of `uninstall`."""
+    """Install the handler for one more worker. Pair each call with one of `uninstall`."""
     _users.append(None)
     ensure_installed()
 
 
 def uninstall() -> None:
-    """Put Python's own handler back after the last worker, if this one is still in place.
+    """Restore Python's default handler after the last worker, if this one is still in place.
 
-    In another thread than the main one, and while an interrupt is deferred, the handler stays until it has raised one.
+    If called outside the main thread, or while an interrupt is deferred, the handler stays until it has raised one.
     """
     with contextlib.suppress(IndexError):
         _users.pop()
     if not _users and _deferred_since is None and _thread.get_ident() == _main_thread:
         _restore_default()
-        if _deferred_since is not None:  # it came in the lines above
+        if _deferred_since is not None:  # it arrived during the lines above
             signal.signal(signal.SIGINT, _on_interrupt)
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Have the handler in place inside the block: for what starts before the first worker, or ends after the last."""
+    """Keep the handler installed inside the block, before the first worker starts or after the last one ends."""
     install()
     try:
         yield
@@ -83,41 +83,41 @@ def installed() -> Iterator[None]:
 
 
 def ensure_installed() -> None:
-    """Install the handler again where it is gone: notebooks put Python's own back before each cell."""
+    """Reinstall the handler if it was removed: notebooks restore Python's default before each cell."""
     global _deferred_since, _is_retry
     if _users and signal.getsignal(signal.SIGINT) is signal.default_int_handler and _thread.get_ident() == _main_thread:
-        # What came before the handler was taken out is not raised in another cell.
+        # An interrupt that arrived before the handler was removed must not be raised in another cell.
         _deferred_since, _is_retry = None, False
         signal.signal(signal.SIGINT, _on_interrupt)
 
 
 def deliver() -> None:
-    """Raise a Ctrl-C that was deferred, if this is the main thread."""
+    """Raise a deferred Ctrl-C if this is the main thread."""
     if _deferred_since is not None and _thread.get_ident() == _main_thread:
         _raise()
 
 
 class Lock(Protocol):
-    """What `acquire` takes: a lock of `threading`."""
+    """A lock of `threading`, as taken by `acquire`."""
 
     def acquire(self, blocking: bool = ..., timeout: float = ...) -> bool: ...
 
 
 @interruptible
 def acquire(lock: Lock, timeout: float = -1) -> bool:
-    """Take a lock that serves as a signal: it need not be released if Ctrl-C ends this wait."""
+    """Acquire a lock used as a signal: it need not be released if Ctrl-C ends this wait."""
     return lock.acquire(True, timeout)
 
 
 @interruptible
 def poll(poller: Any, timeout: float) -> Any:
-    """Poll ``poller``, an object of `select`; what it returns is lost if Ctrl-C ends the wait."""
+    """Poll ``poller``, an object of `select`; its result is lost if Ctrl-C ends the wait."""
     return poller.poll(timeout)
 
 
 @interruptible
 def get(queue: SimpleQueue[_T], timeout: float) -> _T:
-    """Take from a queue or raise `queue.Empty`; what was taken is lost if Ctrl-C ends the wait."""
+    """Take an item from a queue or raise `queue.Empty`; the item is lost if Ctrl-C ends the wait."""
     return queue.get(timeout=timeout)
 
 
@@ -127,9 +127,9 @@ def sleep(seconds: float) -> None:
 
 
 def wait(condition: threading.Condition | threading.Event, timeout: float | None = None) -> bool:
-    """Wait for a condition, whose lock is held, or an event; return False if the time was over first.
+    """Wait for a condition, whose lock is held, or an event; return False on timeout.
 
-    Ctrl-C is noticed between short waits: inside of one it would leave the lock of a condition in an unknown state.
+    Ctrl-C is checked between short waits: inside one, it would leave the lock of a condition in an unknown state.
     """
     if _thread.get_ident() != _main_thread:
         return condition.wait(timeout)
@@ -144,7 +144,7 @@ def wait(condition: threading.Condition | threading.Event, timeout: float | None
 
 
 def wait_for(condition: threading.Condition, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-    """Wait until ``predicate`` holds, which `condition` guards and announces; return False if the time was over first."""
+    """Wait until ``predicate``, guarded and signalled by `condition`, holds; return False on timeout."""
     deadline = float("inf") if timeout is None else time.monotonic() + timeout
     while not predicate():
         left = deadline - time.monotonic()
@@ -155,9 +155,9 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], bool], time
 
 
 def _on_interrupt(_number: int, frame: FrameType | None) -> None:
-    """Raise `KeyboardInterrupt`, or defer it while the main thread is in code of gradwire.
+    """Raise `KeyboardInterrupt`, or defer it while the main thread is in gradwire code.
 
-    A signal that arrives in here finds this frame, which is gradwire's, and is deferred or, as the second one, raised.
+    A signal that arrives during this function finds its frame, which is gradwire code: it is deferred or, if second, raised.
     """
     global _deferred_since, _is_retry
     is_retry, _is_retry = _is_retry, False
@@ -198,16 +198,16 @@ def _restore_default() -> None:
 
 
 def _retry(since: float, handler: object) -> None:
-    """Have the main thread's handler look again until the interrupt `since` is raised. Runs in a thread of its own.
+    """Make the main thread's handler try again until the interrupt `since` is raised. Runs in its own thread.
 
-    The handler is the one that was in place then: a program's may have called this module's, and is called again.
+    `handler` is the one in place at that time: a program's handler that called this module's is called again.
     """
     global _deferred_since, _is_retry
     time.sleep(_RETRY_EVERY_S)
     while _deferred_since == since:
         if signal.getsignal(signal.SIGINT) is not handler:
-            _deferred_since = None  # the program took the handler out, and with it what it had deferred
-        elif not _is_retry:  # one at a time: the handler would take a second one for the user's
+            _deferred_since = None  # the program replaced the handler, which drops the deferred interrupt
+        elif not _is_retry:  # one at a time: the handler would mistake a second one for the user's
             _is_retry = True
             os.kill(os.getpid(), signal.SIGINT)
         time.sleep(_RETRY_EVERY_S)

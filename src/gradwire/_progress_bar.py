@@ -1,4 +1,4 @@
-"""Progress bars: on a terminal, or in a notebook with ipywidgets, and only if something takes long."""
+"""Progress bars on a terminal, or in a notebook with ipywidgets, shown only for operations that take long."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _DELAY_S: Final = 1.0
 
 
 class DelayedBar:
-    """A bar that its user updates, so that it needs no thread.
+    """A progress bar that its user updates, so that it needs no thread.
 
-    `columns` is called with the module `rich.progress` and returns what stands behind the bar.
+    `columns` is called with the module `rich.progress` and returns the columns to the right of the bar.
     """
 
     def __init__(self, description: str, columns: Callable[[Any], list[Any]], is_delayed: bool = True) -> None:
@@ -30,7 +30,7 @@ class DelayedBar:
         if self._bar is None:
             if time.monotonic() < self._shown_from:
                 return
-            self._shown_from = float("inf")  # asked once: whether there is a terminal does not change
+            self._shown_from = float("inf")  # checked once: whether there is a terminal does not change
             self._bar = self._make_bar()
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=completed, total=total)
@@ -41,12 +41,12 @@ class DelayedBar:
             self._bar.stop()
 
     def _make_bar(self) -> Progress | None:
-        # Imported when a bar may be shown, which in most processes is never.
+        # Imported only when a bar may be shown, which most processes never do.
         from rich import progress
         from rich.console import Console
 
         console = Console(stderr=True)
-        # Without ipywidgets, rich would warn in a notebook with every refresh.
+        # Without ipywidgets, rich would warn on every refresh in a notebook.
         has_widgets = console.is_jupyter and importlib.util.find_spec("ipywidgets") is not None
         if not (sys.stderr.isatty() or has_widgets):
             return None
@@ -56,7 +56,7 @@ class DelayedBar:
             *self._columns(progress),
             console=console,
             auto_refresh=False,
-            redirect_stdout=sys.stdout.isatty(),  # into a file or a notebook it must go on to be written as it is
+            redirect_stdout=sys.stdout.isatty(),  # output to a file or a notebook must stay unchanged
             redirect_stderr=sys.stderr.isatty(),
         )
         bar.add_task(self._description, total=None)

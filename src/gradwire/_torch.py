@@ -1,6 +1,6 @@
-"""The private names of torch that gradwire uses, each with what is relied on. No other module touches any.
+"""The private names of torch that gradwire uses, each with the behaviour it relies on. No other module uses any.
 
-A new release of torch that changes one of them breaks this file, and a test in ``tests/unit/test_torch.py`` that names it.
+A torch release that changes one of them breaks only this file and the test for that name in ``tests/unit/test_torch.py``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ T = TypeVar("T")
 # -- used by autograd, params, optim and compat ----------------------------------------------------------------------------
 
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
-"""Runs the engine, as `torch.autograd.grad` does, without its checks: they take longer than a small graph."""
+"""Run the engine like `torch.autograd.grad`, but without its checks, which take longer than a small graph."""
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread for any device."""
@@ -29,29 +29,29 @@ private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
 """Returns the name of the type of device that a backend from outside of torch has; ``privateuseone`` until it gives one."""
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Sets the grad mode of this thread, and leaves no object behind that sets it back."""
+"""Set the grad mode of this thread, without an object that restores it."""
 
 
 def function_apply(kind: type[torch.autograd.Function]) -> Any:
-    """Return the ``apply`` of a function in C.
+    """Return the C implementation of a function's ``apply``.
 
-    That of `torch.autograd.Function` first looks for functorch's transforms, which take no part here; that doubles its cost.
+    The one in `torch.autograd.Function` first checks for functorch transforms, which are not used here, at twice the cost.
     """
     return super(torch.autograd.Function, kind).apply  # type: ignore[misc]
 
 
 def backward_class(kind: type[torch.autograd.Function]) -> Any:
-    """Return the class of a function's nodes, which has their name: ``_backward_cls``; a subclass may replace it."""
+    """Return the class of a function's nodes, ``_backward_cls``; a subclass may replace it."""
     return kind._backward_cls
 
 
 def set_backward_class(kind: type[torch.autograd.Function], node: Any) -> None:
-    """Let the nodes of a function be of another class, derived from the one they have; the engine calls its ``apply``."""
+    """Set the class of a function's nodes to a subclass of the current one; the engine calls its ``apply``."""
     kind._backward_cls = node
 
 
 def sequence_number(node: Any) -> int:
-    """Return what the engine orders ready nodes by: those with the highest number come first."""
+    """Return the number by which the engine orders ready nodes, highest first."""
     return node._sequence_nr()  # type: ignore[no-any-return]
 
 
@@ -74,15 +74,15 @@ hook_mixin: Any = torch.autograd.function._HookMixin
 
 
 leaf_hooks: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
-"""Returns the table of hooks that see the gradient of a leaf before it is accumulated; None or empty if there are none."""
+"""Return the hooks that see the gradient of a leaf before it is accumulated; None or empty if there are none."""
 
 
 def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
-    """Return the table of hooks that see a leaf after its gradient was accumulated; None or empty if there are none."""
+    """Return the hooks that see a leaf after its gradient is accumulated; None or empty if there are none."""
     return getattr(leaf, "_post_accumulate_grad_hooks", None)
 
 
-# Keeps an object in the state that torch takes along into threads of its engine.
+# Store objects in the thread-local state that torch propagates to the threads of its engine.
 _keep: Any = torch._C._stash_obj_in_tls
 _find: Any = torch._C._get_obj_in_tls
 _has: Any = torch._C._is_key_in_tls
@@ -90,11 +90,11 @@ _remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)  # not in older r
 
 
 class Carried(Generic[T]):
-    """One value for each thread, and for the threads of devices that work for it.
+    """A value per thread that is propagated to the device threads working for it.
 
-    torch runs the nodes of each accelerator in a thread of its own. Such a thread sees none of the caller's
-    `threading.local` or context variables, but it gets the caller's thread-local state of torch, with the objects there.
-    The name must be used once in the whole process.
+    torch runs the nodes of each accelerator in a separate thread. That thread does not see the caller's `threading.local`
+    or context variables, but it gets the caller's thread-local state of torch with the objects stored there. The name must
+    be unique in the process.
     """
 
     __slots__ = ("_default", "_name")
@@ -109,10 +109,10 @@ class Carried(Generic[T]):
         return value
 
     def set(self, value: T) -> T:
-        """Set the value for the current thread and for runs of the engine that begin here; return what it was.
+        """Set the value for the current thread and for engine runs started here; return the previous one.
 
-        Setting it back to the default leaves nothing behind: a thread that ends with objects there waits for the GIL, which
-        is fatal while the interpreter ends.
+        Setting the default removes the stored object: a thread that ends with one waits for the GIL, which is fatal during
+        interpreter shutdown.
         """
         is_set = _has(self._name)
         before: T = _find(self._name) if is_set else self._default
@@ -138,19 +138,19 @@ set_obj_state: Any = torch._utils._set_obj_state
 
 
 def untyped_storage_of(storage: torch.TypedStorage) -> torch.UntypedStorage:
-    """Return the bytes of a typed storage; its public method warns about a deprecation."""
+    """Return the untyped storage of a typed one; the public method emits a deprecation warning."""
     return storage._untyped_storage
 
 
 def make_typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.TypedStorage:
-    """Make a typed storage without the warning about a deprecation."""
+    """Make a typed storage without the deprecation warning."""
     return torch.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
 
 
 # used by shard
 
 RemoteDevice = _remote_devices._remote_device  # a placement: "rank:0/cpu" or "worker0/cpu"
-# nn.Module asks it before it sets .data.
+# nn.Module calls it before it sets .data.
 has_compatible_shallow_copy_type: Any = torch._has_compatible_shallow_copy_type
 make_wrapper_subclass: Any = torch.Tensor._make_wrapper_subclass  # a tensor with a size and no memory
 is_view: Any = torch.Tensor._is_view  # whether a tensor shares the memory of another one
@@ -159,7 +159,7 @@ is_profiler_enabled: Any = torch._C._autograd._profiler_enabled
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """Return the submodules by attribute, also one that is there twice, which `named_children` gives once."""
+    """Return the submodules by attribute, including repeated ones, which `named_children` yields once."""
     return module._modules
 
 
@@ -181,21 +181,21 @@ def default_process_group() -> Any:
 # -- used by checkpoint ---------------------------------------------------------------------------------------------------
 
 LOAD_OWN_STATE_DICT = "_load_from_state_dict"
-"""The method that classes override to load what is directly in a module; torch's own copies from the tensors it is given."""
+"""The method that classes override to load a module's own tensors; torch's implementation copies from the given ones."""
 
 
 def is_method_of_module(module: torch.nn.Module, method: str) -> bool:
-    """Return whether a module has a method from `torch.nn.Module` itself, which no class or instance overrides."""
+    """Return whether a module has the method of `torch.nn.Module` itself, not overridden by a class or instance."""
     return getattr(getattr(module, method), "__func__", None) is getattr(torch.nn.Module, method)
 
 
 def own_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return what is registered directly in a module: `_parameters` and `_buffers` have it by name, even None."""
+    """Return the tensors registered directly in a module (`_parameters` and `_buffers`) by name, including None."""
     return {**module._parameters, **module._buffers}
 
 
 def own_state_dict(module: torch.nn.Module, keep_vars: bool) -> Any:
-    """Return what of `state_dict` is directly in a module: `_save_to_state_dict` adds that, and no submodules."""
+    """Return the module's own part of `state_dict`: `_save_to_state_dict` adds it without submodules."""
     found: Any = OrderedDict()
     found._metadata = {"": {"version": module._version}}
     module._save_to_state_dict(found, "", keep_vars)
@@ -203,7 +203,7 @@ def own_state_dict(module: torch.nn.Module, keep_vars: bool) -> Any:
 
 
 def load_own_state_dict(module: torch.nn.Module, state: Any, metadata: dict[str, Any]) -> None:
-    """Load what is directly in a module: `_load_from_state_dict` does that, and appends errors to its last argument."""
+    """Load the module's own tensors: `_load_from_state_dict` does so and appends errors to its last argument."""
     errors: list[str] = []
     module._load_from_state_dict(state, "", metadata, False, [], [], errors)
     if errors:
@@ -227,7 +227,7 @@ CppList: Any = getattr(torch._C, "ScriptList", list)  # a list that C++ has: its
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:
-    """Return how many tensors and Python objects refer to the memory of a storage, this object among them."""
+    """Return how many tensors and Python objects refer to the memory of a storage, including this object."""
     count: int = torch._C._storage_Use_Count(storage._cdata)
     return count
 
@@ -242,15 +242,15 @@ qualified_name: Any = torch._jit_internal._qualified_name  # "__torch__.<module>
 
 
 def end_event_with(event: Any, future: Any) -> Any:
-    """End an event of a profiler, a `record_function`, with a future; return one that is done when the event has ended."""
+    """End a profiler event (`record_function`) when a future completes; return a future that completes after that."""
     return event._call_end_callbacks_on_future(future)
 
 
 def distributed_rpc() -> Any:
-    """Return torch's own rpc: `_is_current_rpc_agent_set()`, and `_set_profiler_node_id(rank)` for profiles."""
+    """Return torch's rpc bindings: `_is_current_rpc_agent_set()`, and `_set_profiler_node_id(rank)` for profiles."""
     return importlib.import_module("torch._C._distributed_rpc")
 
 
 # used by rpc
 TorchFuture: Any = torch._C.Future
-"""The class behind `torch.futures.Future`; its `wait` and `add_done_callback` are called without the checks around them."""
+"""The C++ base of `torch.futures.Future`, whose `wait` and `add_done_callback` skip the checks of the Python class."""

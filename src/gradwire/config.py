@@ -1,7 +1,7 @@
-"""Settings with their defaults: each is defined, explained and checked here, once.
+"""Settings and their defaults, each defined, documented and checked in one place.
 
-`WorkerConfig` is what a worker runs with. `gradwire.rpc.RpcOptions` and `Cluster.local` take the same settings under the
-names that their users know, and make one.
+`WorkerConfig` holds the settings of a worker. `gradwire.rpc.RpcOptions` and `Cluster.local` take the same settings under
+names familiar from PyTorch, and build one.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ def _is_port(value: Any) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What one worker accepts from another; anything beyond is refused before it is decoded or allocated.
+    """Limits on what a worker accepts from another; larger requests are refused before anything is decoded or allocated.
 
     Attributes:
-        frame_bytes: Payload of one message (arguments and tensors).
-        header_bytes: Header of one message.
-        num_tensors: Tensors in one message.
-        num_dims: Dimensions of a tensor.
-        depth: Nesting of containers in arguments.
+        frame_bytes: Size of a message's payload (arguments and tensors).
+        header_bytes: Size of a message's header.
+        num_tensors: Number of tensors in a message.
+        num_dims: Number of dimensions of a tensor.
+        depth: Nesting depth of containers in arguments.
         name_bytes: Length of a worker's or function's name.
         calls_in_flight: Calls that one worker may have open at another; `rpc_async` waits for room.
-        connections: Connections for calls, and as many for control operations, that one worker may have open to another;
-            the oldest gives way. It needs one; more are left for a moment when one breaks.
+        connections: Connections for calls, and as many again for control operations, that one worker may have open to
+            another; beyond that the oldest is closed. One is enough; there are briefly more when one breaks.
         arena_bytes: Shared memory that one connection may hold; beyond it tensors travel through the socket.
-        half_open: Connections that have not finished their handshake.
-        handshake_bytes: Bytes accepted before the handshake is over.
-        handshake_timeout_s: Time for a handshake.
-        error_text_bytes: Text of an error, its traceback included; longer ones are cut in the middle.
-        autograd_bytes: Memory that one worker may make another keep for its autograd contexts, the messages recorded in
-            them and their backward passes, by an estimate.
+        half_open: Number of connections that have not completed their handshake.
+        handshake_bytes: Bytes accepted before the handshake is complete.
+        handshake_timeout_s: Seconds allowed for a handshake.
+        error_text_bytes: Size of an error's text including its traceback; longer texts are shortened in the middle.
+        autograd_bytes: Estimated memory that one worker may make another hold for its autograd contexts, the messages
+            recorded in them and their backward passes.
     """
 
     frame_bytes: int = 1 * GIB
@@ -80,12 +80,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TlsKeys:
-    """Files that let a worker prove that it belongs to the cluster; `gradwire.transports.tls.make_keys` writes them.
+    """Files with which a worker proves that it belongs to the cluster, as written by `gradwire.transports.tls.make_keys`.
 
     Attributes:
         ca: Certificate of the cluster's authority.
-        certificate: This worker's certificate, signed by it.
-        key: This worker's private key; must be readable by its owner alone.
+        certificate: This worker's certificate, signed by the authority.
+        key: This worker's private key; must be readable only by its owner.
     """
 
     ca: Path
@@ -101,23 +101,23 @@ class TlsKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerConfig:
-    """How one worker runs.
+    """Settings of one worker.
 
     Attributes:
-        num_worker_threads: User functions that compute at once; those that wait do not count.
-        rpc_timeout_s: Deadline of a call that names none; 0 means none.
-        trust: ``"code"``, ``"data"``, or None for ``"code"`` on one machine and ``"data"`` beyond it.
-        transports: Schemes to listen on, or None for ``unix``, and ``tcp`` too where keys are given.
-        bind_host: Where ``tcp`` listens. Anything but loopback needs `tls`.
-        bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
-        advertised_host: What others connect to where `bind_host` is a wildcard.
-        tls: Keys for TLS 1.3 on both sides.
-        token: Secret shared by the workers of a cluster; shown by HMAC in the handshake.
-        limits: What is accepted from other workers.
-        shared_memory_from: Tensors of at least so many bytes go through shared memory on one machine.
-        device_maps: By worker, its device for each device here that tensors are sent from; both by name. Without a map,
-            tensors arrive on the device of the same name.
-        devices: The devices that maps may name; any if there are none.
+        num_worker_threads: User functions that run at the same time; those waiting for another call do not count.
+        rpc_timeout_s: Default timeout of a call in seconds; 0 means no timeout.
+        trust: ``"code"``, ``"data"``, or None for ``"code"`` on one machine and ``"data"`` across machines.
+        transports: Schemes to listen on, or None for ``unix`` and, if keys are given, ``tcp``.
+        bind_host: Address on which ``tcp`` listens. Anything but loopback requires `tls`.
+        bind_port: Port for ``tcp``: 0 for any free port, ``(first, last)`` for a free one in that range.
+        advertised_host: Address that other workers connect to if `bind_host` is a wildcard.
+        tls: Keys for mutual TLS 1.3.
+        token: Secret shared by the workers of a cluster; proven by HMAC in the handshake.
+        limits: Limits on what is accepted from other workers.
+        shared_memory_from: Size in bytes from which tensors go through shared memory on one machine.
+        device_maps: For each worker, its device for each device here from which tensors are sent; both by name. Without a
+            map, tensors arrive on the device of the same name.
+        devices: Devices that maps may name; any if empty.
     """
 
     num_worker_threads: int = 16
@@ -143,10 +143,11 @@ class WorkerConfig:
             raise ConfigurationError(f'trust must be "code" or "data", not {self.trust!r}')
         for scheme in self.transports or ():
             if scheme not in ("inproc", "unix", "tcp"):
-                raise ConfigurationError(f'transports may name "inproc", "unix" and "tcp", not {scheme!r}')
+                raise ConfigurationError(f'transports must be "inproc", "unix" or "tcp", not {scheme!r}')
         if not _is_port(self.bind_port):
             raise ConfigurationError(
-                f"a port is a number up to {_MAX_PORT:,}, or (first, last) for a range from 1 on, not {self.bind_port!r}"
+                f"bind_port must be 0 to {_MAX_PORT:,}, or a range (first, last) starting at 1 or above, not "
+                f"{self.bind_port!r}"
             )
         if not isinstance(self.limits, Limits):
             raise ConfigurationError(f"limits must be a gradwire.config.Limits, not {self.limits!r}")

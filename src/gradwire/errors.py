@@ -4,47 +4,47 @@ GradwireError
   ConfigurationError (ValueError)        an option is wrong; nothing was started
   TransportError
     ConnectFailed (ConnectionError)      no worker answered at that address
-    ConnectionLost (ConnectionError)     the other side ended it
-    ConnectionClosed (ConnectionError)   this side had ended it
+    ConnectionLost (ConnectionError)     the peer or the network closed the connection
+    ConnectionClosed (ConnectionError)   this worker had already closed the connection
     DecodeError                          bytes are not a valid frame; the connection is closed
       LimitExceeded                      a frame is larger than this worker accepts
     ResourceExhausted                    this process is out of descriptors or memory
-    AuthenticationFailed                 wrong key, unknown identity, other trust level or version
+    AuthenticationFailed                 wrong key, unknown identity, different trust level or version
       IdentityTaken                      another worker has that name or rank
-  CannotSend (TypeError, RuntimeError)   a value or tensor cannot be sent; says why
-  WaitTimeout (TimeoutError)             Future.wait(timeout=...) timed out; the call goes on
+  CannotSend (TypeError, RuntimeError)   a value or tensor cannot be sent; the message says why
+  WaitTimeout (TimeoutError)             Future.wait(timeout=...) timed out; the call is still running
   RpcError (RuntimeError)
-    RpcTimeout (TimeoutError)            the deadline passed; says in which phase
+    RpcTimeout (TimeoutError)            the deadline passed; has the phase of the call
     CallCancelled                        the caller cancelled it
     WorkerLost (ConnectionError)         the worker died or left
     UnknownWorker (ValueError)           no worker has that name or rank
     RemoteCallFailed                     the function raised an exception whose type is not known here
     NoSuchFunction (AttributeError)      the callee's module has no function of that name
-    NotExposed (PermissionError)         trust="data" and the function was not marked with expose
-    AlreadyInitialized (ConfigurationError)  this process is a worker already
-    DuplicateWorker (ConfigurationError)  two workers have one name or rank
-    InvalidName (ConfigurationError)     a worker cannot have that name
+    NotExposed (PermissionError)         trust="data", and the function is not marked with expose
+    AlreadyInitialized (ConfigurationError)  this process is already a worker
+    DuplicateWorker (ConfigurationError)  two workers have the same name or rank
+    InvalidName (ConfigurationError)     not a valid worker name
     NotInitialized                       init_rpc was not called in this process
     RendezvousFailed                     not every rank arrived
-    WorkerStartFailed                    a worker process ended before it was ready
-  RRefError (RuntimeError)               a reference cannot be used like that
-    NotTheOwner                          only the worker that owns the value can do that
-    OwnerLost (WorkerLost)               the worker that owned the value is gone, and the value with it
+    WorkerStartFailed                    a worker process exited before it was ready
+  RRefError (RuntimeError)               a reference cannot be used this way
+    NotTheOwner                          only the worker that owns the value can do this
+    OwnerLost (WorkerLost)               the worker that owned the value is lost, and so is the value
   AutogradError (RuntimeError)
     NoActiveContext                      not inside gradwire.autograd.context()
     UnknownContext                       the context was released or never existed here
-    BackwardFailed                       a backward pass ended without gradients, everywhere
+    BackwardFailed                       a backward pass failed; no worker keeps gradients of it
       UnsettledSend                      FAST mode: no gradient comes back for a message
-  OptimizerError (RuntimeError)          a distributed optimizer failed on some workers; says which
+  OptimizerError (RuntimeError)          a distributed optimizer failed on some workers
     OptimizerNotMade (ConfigurationError)  some workers could not make their part of it
-    OptimizerStepFailed                  some workers did not step; says which did
+    OptimizerStepFailed                  some workers did not step; lists those that did
   CheckpointError (RuntimeError)         a checkpoint was not saved or not loaded
-    CannotSave (TypeError)               a value cannot be stored; says where it is
+    CannotSave (TypeError)               a value cannot be stored; the message says where it is
     CheckpointBusy                       another process is saving to that directory
     CheckpointWriteFailed                a worker could not write its part
-    CheckpointMissing (FileNotFoundError)  no checkpoint is there, or a file of it is gone
-    CheckpointDamaged                    a file is not what was written
-    CheckpointMismatch (ValueError)      it does not fit the objects that were to be filled
+    CheckpointMissing (FileNotFoundError)  there is no checkpoint, or one of its files is missing
+    CheckpointDamaged                    a file is corrupt
+    CheckpointMismatch (ValueError)      the checkpoint does not match the objects to load it into
 
 Messages name the worker, the operation and the next step. Errors travel between workers as data (`ErrorInfo` in
 `gradwire.wire.messages`), never as pickles.
@@ -58,23 +58,23 @@ from types import MappingProxyType
 from typing import Final
 
 DOCS_URL: Final = "https://gradwire.readthedocs.io/"
-"""Where the documentation is published. Its page ``errors`` has a section for each class of this module."""
+"""Base URL of the documentation. Its page ``errors`` has a section for each class of this module."""
 
 
 class GradwireError(Exception):
-    """Base of every error that gradwire raises on its own account.
+    """Base class of every error that gradwire itself raises.
 
-    A printed traceback ends with a link to the section of the documentation that says what the error means and what
-    to do (from Python 3.11 on, which prints the notes of exceptions). ``str(error)`` is the message alone.
+    A printed traceback ends with a link to the section of the documentation that explains the error and what to do
+    (Python 3.11 and later, which print the notes of exceptions). ``str(error)`` is the message alone.
     """
 
     @property
     def docs_url(self) -> str:
-        """The section on this error in the documentation."""
+        """Link to the section on this error in the documentation."""
         kind = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
         return f"{DOCS_URL}errors.html#{kind.__name__.lower()}"
 
-    # Made when a traceback is printed, not when the error is: errors that are caught pay nothing for it.
+    # Computed when a traceback is printed, not when the error is raised: errors that are caught do not pay for it.
     @functools.cached_property
     def __notes__(self) -> list[str]:
         return [f"See {self.docs_url}"]
@@ -93,19 +93,19 @@ class ConnectFailed(TransportError, ConnectionError):
 
 
 class ConnectionLost(TransportError, ConnectionError):
-    """The other side ended the connection, or the network did."""
+    """The peer or the network closed the connection."""
 
 
 class ConnectionClosed(TransportError, ConnectionError):
-    """This side had ended the connection already."""
+    """This worker had already closed the connection."""
 
 
 class DecodeError(TransportError):
-    """Bytes are not a valid frame. The connection they came over is closed; nothing else is touched."""
+    """Received bytes are not a valid frame. Their connection is closed; nothing else is affected."""
 
 
 class LimitExceeded(DecodeError):
-    """A frame is larger, deeper or more numerous than `gradwire.config.Limits` allow."""
+    """A message, its nesting or a count exceeds `gradwire.config.Limits`."""
 
 
 class ResourceExhausted(TransportError):
@@ -113,11 +113,11 @@ class ResourceExhausted(TransportError):
 
 
 class AuthenticationFailed(TransportError):
-    """The other side could not show that it belongs to this cluster."""
+    """The peer could not prove that it belongs to this cluster."""
 
 
 class IdentityTaken(AuthenticationFailed):
-    """Another worker has that name or rank: a name belongs to one rank, and a rank to one name, while a cluster lives."""
+    """Another worker has that name or rank. Both are unique for the lifetime of a cluster."""
 
 
 class CannotSend(GradwireError, TypeError, RuntimeError):
@@ -125,7 +125,7 @@ class CannotSend(GradwireError, TypeError, RuntimeError):
 
 
 class WaitTimeout(GradwireError, TimeoutError):
-    """The timeout of `Future.wait` passed. The future is not completed, and the call goes on.
+    """The timeout of `Future.wait` passed. The future is not completed, and the call is still running.
 
     This is not the deadline of the call itself: when that passes, the call ends with `RpcTimeout`.
     """
@@ -140,8 +140,8 @@ class RpcTimeout(RpcError, TimeoutError):
 
     Attributes:
         worker: Name of the worker that was called.
-        phase: Where the call was when time ran out: ``connect``, ``send``, ``held`` (the worker does not serve calls
-            yet), ``queue``, ``run``, ``reply`` or ``unknown`` (the worker did not answer the question).
+        phase: How far the call had got when time ran out: ``connect``, ``send``, ``held`` (the worker does not serve
+            calls yet), ``queue``, ``run``, ``reply`` or ``unknown`` (the worker did not respond when asked).
     """
 
     def __init__(self, message: str, worker: str = "", phase: str = "unknown") -> None:
@@ -155,11 +155,11 @@ class CallCancelled(RpcError):
 
 
 class WorkerLost(RpcError, ConnectionError):
-    """The worker died, left or cannot be reached any more.
+    """The worker died, left, or can no longer be reached.
 
     Attributes:
-        worker: Its name.
-        last_seen: Seconds since the epoch when something last arrived from it, or None.
+        worker: Name of the worker.
+        last_seen: Time of the last message from it, in seconds since the epoch, or None.
     """
 
     def __init__(self, message: str, worker: str = "", last_seen: float | None = None) -> None:
@@ -169,11 +169,11 @@ class WorkerLost(RpcError, ConnectionError):
 
 
 class UnknownWorker(RpcError, ValueError):
-    """No worker of that name or rank is in the cluster."""
+    """The cluster has no worker of that name or rank."""
 
 
 class RemoteCallFailed(RpcError):
-    """The called function raised, and the exception's own type cannot be rebuilt here.
+    """The called function raised an exception whose type cannot be rebuilt on this worker.
 
     Attributes:
         worker: Name of the worker where it was raised.
@@ -186,24 +186,42 @@ class RemoteCallFailed(RpcError):
         self.type_name = type_name
 
 
+class RemoteTraceback(Exception):
+    """The traceback of an exception on another worker: the `__cause__` of the exception that is raised here.
+
+    Attributes:
+        worker: Name of the worker where the exception was raised.
+        traceback: The traceback as that worker printed it.
+    """
+
+    def __init__(self, worker: str, traceback: str, info: object = None) -> None:
+        super().__init__(worker, traceback)
+        self.worker = worker
+        self.traceback = traceback
+        self.info = info  # the `ErrorInfo` that arrived, to be passed on to the next worker
+
+    def __str__(self) -> str:
+        return f"Remote traceback of worker '{self.worker}':\n{self.traceback}"
+
+
 class NoSuchFunction(RpcError, AttributeError):
-    """The module exists on the called worker, but has no function of that name there."""
+    """The module on the called worker has no function of that name."""
 
 
 class NotExposed(RpcError, PermissionError):
-    """With ``trust="data"``, a function was called that is not marked with `gradwire.rpc.expose`."""
+    """With ``trust="data"``, the called function is not marked with `gradwire.rpc.expose`."""
 
 
 class AlreadyInitialized(RpcError, ConfigurationError):
-    """This process is a worker already; call `gradwire.rpc.shutdown` first."""
+    """This process is already a worker; call `gradwire.rpc.shutdown` first."""
 
 
 class DuplicateWorker(RpcError, ConfigurationError):
-    """Two workers gave the same name or the same rank; the message says which."""
+    """Two workers have the same name or the same rank; the message names them."""
 
 
 class InvalidName(RpcError, ConfigurationError):
-    """A worker cannot have that name; the message says which names are valid."""
+    """The name is not a valid worker name; the message says which names are."""
 
 
 class NotInitialized(RpcError):
@@ -211,27 +229,27 @@ class NotInitialized(RpcError):
 
 
 class RendezvousFailed(RpcError):
-    """Not every rank arrived before the deadline; the message says which did not and where they were expected."""
+    """Not every rank arrived before the deadline; the message lists the missing ranks and where they were expected."""
 
 
 class WorkerStartFailed(RpcError):
-    """A worker process ended before it was ready; the message carries what it printed."""
+    """A worker process exited before it was ready; the message includes its output."""
 
 
 class RRefError(GradwireError, RuntimeError):
-    """A reference cannot be used like that: it was deleted, its value was never made, or it is not inside a message."""
+    """A reference cannot be used this way: it was deleted, its value was never created, or it was pickled outside a call."""
 
 
 class NotTheOwner(RRefError):
-    """Only the worker that owns the value of a reference can do that."""
+    """Only the worker that owns the value of a reference can do this."""
 
 
 class OwnerLost(RRefError, WorkerLost):
-    """The worker that owned the value of a reference is gone, and the value with it."""
+    """The worker that owned the value of a reference is lost, and so is the value."""
 
 
 class AutogradError(GradwireError, RuntimeError):
-    """Distributed autograd cannot do that."""
+    """Base class of errors of distributed autograd."""
 
 
 class NoActiveContext(AutogradError):
@@ -243,13 +261,13 @@ class UnknownContext(AutogradError):
 
 
 class BackwardFailed(AutogradError):
-    """A backward pass failed somewhere; no gradient of it is kept anywhere, and the next pass may work.
+    """A backward pass failed on some worker. No worker keeps gradients of it, and the next pass may succeed.
 
-    The error of the worker where it failed is the cause (`__cause__`), with its traceback.
+    The error on the worker where it failed is the cause (`__cause__`), with its traceback.
 
     Attributes:
-        worker: Where it failed.
-        operation: What that worker was doing.
+        worker: Name of the worker where it failed.
+        operation: The operation that failed there.
     """
 
     def __init__(self, message: str, worker: str = "", operation: str = "") -> None:
@@ -273,10 +291,10 @@ class UnsettledSend(BackwardFailed):
 
 
 class OptimizerError(GradwireError, RuntimeError):
-    """A distributed optimizer could not do something on some of the workers that own its parameters.
+    """An operation of a distributed optimizer failed on some of the workers that own its parameters.
 
     Attributes:
-        failed: What went wrong, by the worker's name; empty if the error came from another worker.
+        failed: Errors by worker name; empty if this error was received from another worker.
     """
 
     failed: Mapping[str, Exception] = MappingProxyType({})
@@ -287,17 +305,17 @@ class OptimizerError(GradwireError, RuntimeError):
 
 
 class OptimizerNotMade(OptimizerError, ConfigurationError):
-    """Some workers could not make their part of an optimizer; none was made."""
+    """Some workers could not create their part of an optimizer; no part was kept."""
 
 
 class OptimizerStepFailed(OptimizerError):
     """Some workers did not step, or did not confirm it.
 
-    Calling `step` again with the same contexts repeats it for those alone.
+    Calling `step` again with the same contexts repeats it for those workers only.
 
     Attributes:
-        stepped: Names of the workers that have.
-        failed: What went wrong elsewhere, by the worker's name.
+        stepped: Names of the workers that stepped.
+        failed: Errors of the other workers, by name.
     """
 
     stepped: tuple[str, ...] = ()
@@ -310,11 +328,11 @@ class OptimizerStepFailed(OptimizerError):
 
 
 class CheckpointError(GradwireError, RuntimeError):
-    """A checkpoint was not saved or not loaded; the message names the directory, the file or the value.
+    """A checkpoint could not be saved or loaded; the message names the directory, the file or the value.
 
     Attributes:
-        file: Name of the file it is about, or "".
-        tensor: Name of the tensor it is about, or "".
+        file: Name of the file concerned, or "".
+        tensor: Name of the tensor concerned, or "".
     """
 
     def __init__(self, message: str, file: str = "", tensor: str = "") -> None:
@@ -328,26 +346,26 @@ class CannotSave(CheckpointError, TypeError):
 
 
 class CheckpointBusy(CheckpointError):
-    """Another process is saving to that directory; the message says which."""
+    """Another process is saving to that directory; the message names it."""
 
 
 class CheckpointWriteFailed(CheckpointError):
-    """A worker could not write its part; the checkpoint that was there before is whole."""
+    """A worker could not write its part; the previous checkpoint is intact."""
 
 
 class CheckpointMissing(CheckpointError, FileNotFoundError):
-    """There is no checkpoint in that directory, or a file of it is gone."""
+    """There is no checkpoint in that directory, or one of its files is missing."""
 
 
 class CheckpointDamaged(CheckpointError):
-    """A file of a checkpoint is not what was written: shorter, changed, or not a checkpoint at all."""
+    """A file of a checkpoint is truncated, altered, or not a checkpoint file at all."""
 
 
 class CheckpointMismatch(CheckpointError, ValueError):
-    """A checkpoint does not fit the objects that were to be filled; all of them are as they were.
+    """A checkpoint does not match the objects to load it into; none of them was changed.
 
     Attributes:
-        problems: One line for each thing that does not fit.
+        problems: One line for each mismatch.
     """
 
     def __init__(self, message: str, problems: tuple[str, ...] = ()) -> None:

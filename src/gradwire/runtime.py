@@ -2,9 +2,9 @@
 
 `gradwire.rpc` builds workers that make and serve calls. The layers above it (references, autograd) join every worker by
 adding a function to `gradwire.rpc.agent.attachments` here, so that rpc does not depend on them. They are imported when the
-first worker starts: a launcher or a data loader imports gradwire as well, and never becomes a worker.
+first worker starts, because a launcher or a data loader also imports gradwire and never becomes a worker.
 
-Packages that many programs do not use are imported when they are used: by the program (`gradwire.__getattr__`), by another
+Packages that many programs do not need are imported on first use: by the program (`gradwire.__getattr__`), by another
 worker that calls one of their functions or sends one of their objects, or by `torch.load`.
 """
 
@@ -21,21 +21,21 @@ from gradwire.wire.serialization import set_home
 __all__ = ["DEFERRED", "attachments", "import_all", "start_worker"]
 
 DEFERRED = ("checkpoint", "nn", "optim", "rref", "shard")
-"""Packages that are imported when they are used."""
+"""Packages that are imported on first use."""
 
 _LAYERS = (
     "gradwire.autograd.engine",
     "gradwire.rref.context",
     "gradwire.rref.owner",
 )
-"""Modules that join a new worker with their `attach`, in this order."""
+"""Modules whose `attach` is called for each new worker, in this order."""
 
 _WORKER_PARTS = ("gradwire.autograd.rref_backward",)
-"""Modules that a worker needs besides, and that are imported when one starts."""
+"""Further modules that are imported when a worker starts."""
 
 
 def import_all() -> None:
-    """Import the packages that `import gradwire` leaves out, in a process that forks workers."""
+    """Import the packages that `import gradwire` leaves out; called in a process that forks workers."""
     for name in (*(f"gradwire.{name}" for name in DEFERRED), *_LAYERS, *_WORKER_PARTS):
         importlib.import_module(name)
 
@@ -64,5 +64,5 @@ for _name, _module in {
     "gradwire.ShardedTensor": "gradwire.shard.serialization",
 }.items():
     set_home(_name, _module)
-# So that torch.load takes a sharded tensor without weights_only=False.
+# Lets torch.load read a sharded tensor without weights_only=False.
 torch.serialization.add_safe_globals([(_load_sharded_tensor, "gradwire.shard.serialization.load_pickled")])

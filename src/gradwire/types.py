@@ -1,4 +1,4 @@
-"""Values that every layer shares: a worker's identity and addresses, and the layout of ids."""
+"""Types shared by all layers: a worker's identity and addresses, and the layout of ids."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Trust = Literal["code", "data"]
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, array_like=True):
-    """A worker's name and rank, as ``torch.distributed.rpc.WorkerInfo`` shows them.
+    """Name and rank of a worker, like ``torch.distributed.rpc.WorkerInfo``.
 
     Attributes:
         name: Unique among the workers of a cluster.
-        id: The rank: 0 to 65,535, so that it fits the upper 16 bits of an autograd context id.
+        id: The rank, 0 to 65,535, so that it fits into the upper 16 bits of an autograd context id.
     """
 
     name: str
@@ -31,23 +31,23 @@ class WorkerAddress(msgspec.Struct, frozen=True):
     """Everything another worker needs to reach this one."""
 
     info: WorkerInfo
-    incarnation: int  # rises with every start under the same name; frames of an older one are refused
-    host: str  # identity of the machine and network namespace; equal hosts talk over ``unix``
+    incarnation: int  # increases with every start under the same name; frames of an older one are refused
+    host: str  # identity of the machine and network namespace; workers with equal hosts connect over ``unix``
     uris: tuple[str, ...]  # where it listens, e.g. ``unix:///tmp/gw-x/w0.sock`` and ``tcp://10.0.0.4:4711?tls``
-    main: str = ""  # digest of the script it runs, empty for none
+    main: str = ""  # digest of the script it runs, or empty
 
     def shares_main(self, other: WorkerAddress) -> bool:
-        """Whether both run the same script: what is defined in ``__main__`` is found by name, and need not travel."""
+        """Return whether both run the same script, so that objects of ``__main__`` can be sent by name."""
         return self.main != "" and self.main == other.main
 
 
 def is_worker_name(name: str) -> bool:
-    """Whether a worker can have that name: letters, digits and ``-_:.``, which are safe in messages, paths and logs."""
+    """Return whether a name has only letters, digits and ``-_:.``, which are safe in messages, paths and logs."""
     return bool(name) and all(char.isalnum() or char in "-_:." for char in name)
 
 
 def make_incarnation() -> int:
-    """Return a number that is larger for a later start; 63 bits of nanoseconds last until the year 2262."""
+    """Return a number that increases with every start; 63 bits of nanoseconds last until the year 2262."""
     return time.time_ns()
 
 
@@ -64,7 +64,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 
 
 def first_counter(incarnation: int) -> int:
-    """Return where the counters of a worker begin: 512 ids for each hundredth of a second since the epoch."""
+    """Return the first value of a worker's counters: 512 ids for each hundredth of a second since the epoch."""
     return ((incarnation // _TICK_NS) << _IDS_PER_TICK_BITS) & MAX_COUNTER
 
 

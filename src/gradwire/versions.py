@@ -1,4 +1,4 @@
-"""The versions that two workers compare before they work together."""
+"""Versions that two workers compare before they exchange calls."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _Version = Annotated[str, Meta(max_length=64)]
 
 
 class Versions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What a worker runs with."""
+    """Versions of Python, torch and gradwire on a worker."""
 
     python: _Version
     torch: _Version
@@ -24,28 +24,28 @@ class Versions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 def own_versions() -> Versions:
-    import torch  # here, because the command line asks for gradwire's version alone
+    import torch  # imported here because the command line needs only gradwire's version
 
     return Versions(platform.python_version(), str(torch.__version__), GRADWIRE_VERSION)
 
 
 def find_conflict(worker: str, versions: Versions, other: str, other_versions: Versions, trust: Trust) -> str | None:
-    """Return why two workers cannot work together, and what to do about it; None if they can.
+    """Return why two workers are incompatible and what to do about it, or None if they are compatible.
 
-    gradwire must be the same. Python and torch must agree in their first two numbers where functions and pickles travel,
-    which other versions may not understand.
+    gradwire must be the same version. With ``trust="code"``, Python and torch must have the same major and minor version,
+    because functions and pickles may not load under another one.
 
     Args:
-        worker: Name of the one worker.
-        versions: What it runs with.
-        other: Name of the other one.
-        other_versions: What that runs with.
-        trust: Of both.
+        worker: Name of one worker.
+        versions: Its versions.
+        other: Name of the other worker.
+        other_versions: Its versions.
+        trust: Trust level of both.
     """
     if versions.gradwire != other_versions.gradwire:
         return (
-            f"worker {worker} runs gradwire {versions.gradwire}, and worker {other} gradwire {other_versions.gradwire}; "
-            f"install one version of gradwire everywhere"
+            f"worker {worker} runs gradwire {versions.gradwire}, but worker {other} runs gradwire "
+            f"{other_versions.gradwire}; install the same version of gradwire everywhere"
         )
     if trust != "code":
         return None
@@ -53,8 +53,8 @@ def find_conflict(worker: str, versions: Versions, other: str, other_versions: V
         one, two = getattr(versions, field), getattr(other_versions, field)
         if _release(one) != _release(two):
             return (
-                f'worker {worker} runs {name} {one}, and worker {other} {name} {two}; with trust="code" all need the same '
-                f'{name}, as far as its first two numbers go: install one version everywhere, or use trust="data"'
+                f'worker {worker} runs {name} {one}, but worker {other} runs {name} {two}; with trust="code" every worker '
+                f'needs the same major.minor version of {name}: install one everywhere, or use trust="data"'
             )
     return None
 

@@ -19,7 +19,10 @@ print(__name__, __file__, sys.argv, sys.path[:3], os.getcwd(), sorted(os.environ
 print(__main__.__dict__ is globals(), os.getsid(0) == os.getpid(), sys.stdin.read(), sys.stdout.isatty())
 print(b"COLOUR=blue" in open("/proc/self/environ", "rb").read().split(b"\\0"), threading.active_count())
 atexit.register(print, "at exit")
-threading.Timer(0.01, print, ["a thread"]).start()
+def outlive():
+    threading.main_thread().join()
+    print("a thread")
+threading.Thread(target=outlive).start()
 def end():
     END
 print("to the other stream", file=sys.stderr)

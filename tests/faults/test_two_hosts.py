@@ -132,7 +132,7 @@ def test_references_work_when_a_cut_has_healed(puppets: list[Puppet], hosts: Hos
     for puppet, other in zip(puppets, ("w1", "w0"), strict=True):
         assert puppet.do(f"use({other!r})") == ([1, 1], [2.0] * 3)
         for old in ("held", "tasks.KEPT['x']"):
-            with pytest.raises(PuppetError, match="Make the value again") as caught:
+            with pytest.raises(PuppetError, match="Create the value again") as caught:
                 puppet.do(f"{old}.to_here()")
             assert caught.value.kind == "OwnerLost"
     for puppet in puppets:

@@ -31,7 +31,7 @@ def test_limits_are_positive_numbers(name: str, wrong: Any) -> None:
         ("rpc_timeout_s", float("nan"), "rpc_timeout must be"),
         ("rpc_timeout_s", None, "rpc_timeout must be"),
         ("trust", "all", "trust must be"),
-        ("transports", ("carrier pigeon",), "transports may name"),
+        ("transports", ("carrier pigeon",), "transports must be"),
         ("limits", {"depth": 3}, r"limits must be a gradwire\.config\.Limits"),
         ("limits", None, r"limits must be a gradwire\.config\.Limits"),
     ],

@@ -338,7 +338,7 @@ def test_one_that_comes_in_the_handler_itself_is_not_lost(run: Callable[[Action]
 
 
 def test_the_mark_of_one_function_is_not_that_of_its_decorator() -> None:
-    with pytest.raises(TypeError, match=r"mark .*generate with interruptible before other decorators"):
+    with pytest.raises(TypeError, match=r"apply @interruptible to .*generate before any other decorator"):
 
         @_interrupts.interruptible
         @contextlib.contextmanager

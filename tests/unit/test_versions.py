@@ -28,11 +28,11 @@ def test_this_process_s_versions() -> None:
         (
             Versions("3.11.9", "2.13.0+cpu", "0.1.1"),
             "data",
-            "worker a runs gradwire 0.1.0, and worker b gradwire 0.1.1",
+            "worker a runs gradwire 0.1.0, but worker b runs gradwire 0.1.1",
         ),
-        (Versions("3.1.9", "2.13.0+cpu", "0.1.0"), "code", "Python 3.11.9, and worker b Python 3.1.9"),
-        (Versions("3.11.9", "2.1.0", "0.1.0"), "code", "torch 2.13.0+cpu, and worker b torch 2.1.0"),
-        (Versions("", "", "0.1.0"), "code", "and worker b Python "),
+        (Versions("3.1.9", "2.13.0+cpu", "0.1.0"), "code", "Python 3.11.9, but worker b runs Python 3.1.9"),
+        (Versions("3.11.9", "2.1.0", "0.1.0"), "code", "torch 2.13.0+cpu, but worker b runs torch 2.1.0"),
+        (Versions("", "", "0.1.0"), "code", "but worker b runs Python "),
     ],
 )
 def test_conflicts_name_both_workers_and_both_versions(there: Versions, trust: Trust, words: str | None) -> None:

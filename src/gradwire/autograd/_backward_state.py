@@ -9,14 +9,16 @@ The rules (``docs/concepts/backward.md`` argues why they end):
   settled; sends that are not settled by then are waited for inside, the one created last first.
 - The first message of a pass from one worker to another carries an introduction: which recvs it *has* from the other, and
   for which sends it *expects* an answer. Whatever the two do not agree on (a call that failed before it arrived, a
-  reply that nobody took) is settled with nothing at once, so no send waits for a recv that is not there.
-- A worker that joins tells the destinations of its sends that the pass has begun, unless it has heard from them already or
-  will certainly write to them without their help: it holds a recv from them that is younger than its sends to them.
-- What came from one worker and went to another untouched, or back, needs no answer here: the introduction to the other
-  offers a *shortcut* to where it came from. Should the answer come here nevertheless, because the recv had fired before the
+  reply that was not taken) is settled with nothing at once, so no send waits for a recv that is not there.
+- A worker that joins tells the destinations of its sends that the pass has begun, unless it has received a message from
+  them or will certainly write to them without their help: it holds a recv from them that is younger than its sends to them.
+- Tensors that came from one worker and went to another untouched, or back, need no answer here: the introduction to the
+  other
+  offers a *shortcut* to where they came from. Should the answer arrive here nevertheless, because the recv had fired
+  before the
   offer came, it is passed on as if there had been no shortcut.
 
-Every wait points forward in the order in which messages were made, so no circle of waits can close.
+Every wait points forward in the order in which messages were made, so waits cannot form a cycle.
 
 FAST mode leaves out introductions and answers without gradient.
 
@@ -26,7 +28,7 @@ How a pass ends, by two-phase commit:
   workers that reports name have reported (`Termination`), the root commits, and tells the others. If the last thing is an
   answer to the root, the report goes with it, before the run that made the answer has ended.
 - Whatever fails before that aborts the pass: on the worker where it failed, and from there on every worker that it knows.
-- A worker that has reported cannot abort: the root may have committed. It asks the root, and waits for the root's word.
+- A worker that has reported cannot abort: the root may have committed. It asks the root, and waits for the root's decision.
 """
 
 from __future__ import annotations
@@ -62,15 +64,15 @@ Origin = tuple[Id, Id, Id]
 """Where a tensor came from: a message, the tensor's number in it, and how many it has."""
 
 Route = tuple[Rank, Id, Id, Id]
-"""Where the gradient of a tensor shall go: a worker, and an origin there."""
+"""Destination of the gradient of a tensor: a worker, and an origin there."""
 
 
 class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The first message of a pass to another worker says what was recorded here."""
+    """What was recorded here, for the first message of a pass to another worker."""
 
     has: tuple[Id, ...] = ()  # messages from that worker
     expects: tuple[Id, ...] = ()  # messages to that worker
-    # Those of the latter that need no answer, if the gradients of their tensors go there.
+    # Messages to that worker that need no answer, if the gradients of their tensors go to these routes.
     shortcuts: tuple[tuple[Id, tuple[Route, ...]], ...] = ()
 
 
@@ -83,7 +85,7 @@ class Component(msgspec.Struct, frozen=True):
 
 
 class Tell(msgspec.Struct, frozen=True):
-    """Write to a worker that these messages have no gradient; with none of them, only that the pass has begun."""
+    """Tell a worker that these messages have no gradient; without messages, only that the pass has begun."""
 
     peer: int
     message_ids: tuple[int, ...] = ()
@@ -98,16 +100,16 @@ class RunComponent(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Everything here is done; the root must hear from these workers, too."""
+    """Report that everything here is done; the root needs the reports of these workers, too."""
 
     peers: tuple[Rank, ...]  # workers that this one has exchanged messages with in this pass
-    absent: tuple[Rank, ...] = ()  # lost ones taken to have no part in it; if one has, its last gradients may be lost
+    absent: tuple[Rank, ...] = ()  # lost workers assumed not to take part; if one did, its last gradients may be lost
 
 
 class Commit(msgspec.Struct, frozen=True):
-    """On the root: every participant has reported, so the pass counts."""
+    """Commit, on the root: every participant has reported."""
 
-    peers: tuple[int, ...]  # that wait to be told
+    peers: tuple[int, ...]  # workers that wait for the decision
 
 
 class Abort(msgspec.Struct, frozen=True):
@@ -118,9 +120,9 @@ class Abort(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """On the root: a report shows that the pass cannot be right."""
+    """Fail, on the root: a report shows that the pass is not valid."""
 
-    lost: int | None = None  # a lost worker that had a part in the pass
+    lost: int | None = None  # a lost worker that took part in the pass
     abort: Any = None  # the abort of a worker that was named only now
     error: Any = None  # why the gradients could not be added up
 
@@ -144,7 +146,7 @@ class ComponentPhase(enum.Enum):
 class Firing(msgspec.Struct, frozen=True):
     """A recv that the local engine reached for the first time."""
 
-    routes: tuple[Route, ...] | None  # of its shortcut; for what goes to this worker itself, `came_back` is next
+    routes: tuple[Route, ...] | None  # of its shortcut; for routes to this worker itself, `came_back` is next
     is_last: bool  # nothing but the report will be sent from now on; something may still run: `report_early`
     is_lost: bool  # the pass goes on without the sender: a gradient for it fails the pass
 
@@ -161,10 +163,10 @@ class BackwardState:
         mode: Mode,
         exchanges: Iterable[Exchange],  # in the order in which they were made
         components: Sequence[Component],  # every send is in exactly one
-        # Which recvs of a component can be reached from these sends (and from the roots, if it has them).
+        # Returns which recvs of a component can be reached from these sends (and from the roots, if it has them).
         reached_by: Callable[[int, Collection[int]], Collection[int]],
         lost: Collection[int] = (),  # workers that were gone before the pass began
-        # Sends of nothing but tensors that came from others, alone in their components; with their origins.
+        # Sends of received tensors only, alone in their components; with their origins.
         untouched: Mapping[int, tuple[Origin, ...]] | None = None,
         root: int | None = None,  # the worker that called backward; this one if not given
     ) -> None:
@@ -176,12 +178,12 @@ class BackwardState:
         self.termination = Termination(own) if self._root == own else None
         self._early: dict[int, Any] = {}  # on the root: aborts of workers that no other worker has named yet
         self._untouched = untouched or {}
-        self._offered: dict[int, tuple[Origin, ...]] = {}  # shortcuts, by send; nothing is waited for there
+        self._offered: dict[int, tuple[Origin, ...]] = {}  # shortcuts, by send, which are not waited for
         self._skipped: set[int] = set()  # recvs that are not answered for that reason
         self._taken: dict[int, tuple[Route, ...]] = {}  # those that others offered, by recv
         self._components = components
         self._reached_by = reached_by
-        self.lost = set(lost)  # the pass goes on without these: what they have to say was settled
+        self.lost = set(lost)  # the pass continues without these: their sends were settled
         self._sends: dict[int, int] = {}
         self._recvs: dict[int, int] = {}
         self._youngest: dict[int, Exchange] = {}  # by worker
@@ -205,7 +207,7 @@ class BackwardState:
     # -- events --------------------------------------------------------------------------------------------------
 
     def begin(self, heard: Collection[int] = ()) -> list[Action]:
-        """The worker joins the pass; `heard` are those whose message made it join and is handled next."""
+        """Join the pass; `heard` are the workers whose message made this one join and is handled next."""
         actions: list[Action] = []
         if self._mode is Mode.SMART:
             if self._untouched:
@@ -235,7 +237,7 @@ class BackwardState:
     def message_received(
         self, peer: int, introduction: Introduction | None, settled: Mapping[int, bool]
     ) -> list[Action]:
-        """A message of the pass arrived: for each message id, whether it brings a gradient. Repeats do no harm."""
+        """Handle a message of the pass: for each message id, whether it brings a gradient. Repeats are ignored."""
         actions: list[Action] = []
         self._heard.add(peer)
         if introduction is not None:
@@ -259,7 +261,7 @@ class BackwardState:
         return self._and_report(actions)
 
     def recv_fired(self, recv: int) -> Firing | None:
-        """The local engine reached a recv, and its gradient (or none) is about to be sent; None if it has fired before."""
+        """Fire a recv that the local engine reached, before its gradient (or none) is sent; None if it has fired before."""
         if self._unfired.pop(recv, recv) is not None:
             return None
         routes, sender = self._taken.get(recv), self._recvs[recv]
@@ -270,7 +272,7 @@ class BackwardState:
         return Firing(routes, is_last, sender in self.lost)
 
     def report_early(self) -> Report | None:
-        """The recv that has just fired was the last, and its run has nothing else to do; None if something else runs."""
+        """Report with the answer of the last recv, whose run has nothing else to do; None if something else runs."""
         if self.has_reported or self._num_open > 1:
             return None
         self.has_reported = True
@@ -278,7 +280,7 @@ class BackwardState:
         return Report(self.peers, tuple(sorted(self._absent)))
 
     def came_back(self, settled: Mapping[int, bool]) -> list[Action]:
-        """A recv with a shortcut has fired: for each send here that it leads to, whether there is a gradient."""
+        """Handle a fired recv with a shortcut: for each send here that it leads to, whether there is a gradient."""
         actions: list[Action] = []
         self._settle(settled, actions)
         return self._and_report(actions)
@@ -289,11 +291,11 @@ class BackwardState:
         return self._and_report(actions)
 
     def worker_lost(self, peer: int) -> list[Action] | None:
-        """A worker died or left; None if it took part in the pass, which must fail then."""
+        """Handle the loss of a worker; None if it took part in the pass, which must then fail."""
         if peer in self._told or peer in self._heard:
             return None
-        # Nothing it has can matter: a worker that has a gradient for it will find out, and the root if it took part
-        # unseen from here (`Report.absent`).
+        # It is not needed: a worker that has a gradient for it will notice, and so will the root if it took part without
+        # contact to this worker (`Report.absent`).
         self.lost.add(peer)
         actions: list[Action] = []
         self._do_without(peer, actions)
@@ -322,7 +324,7 @@ class BackwardState:
         self.phase, self.is_over = PassPhase.COMMITTED, True
 
     def abort(self, sender: int | None = None, *, is_final: bool = False) -> Abort | None:
-        """Something failed here, or `sender` reports that the pass has failed. It ends here in any case if `is_final`."""
+        """Abort because of an error here, or of an abort of `sender`. The pass always ends here if `is_final`."""
         if self.is_over:
             return None
         has_reported = self.phase is PassPhase.DONE and self._root != self._own
@@ -335,9 +337,10 @@ class BackwardState:
         return Abort(tuple(sorted(others)))
 
     def may_abort(self, sender: int, abort: Any) -> bool:
-        """Whether a worker has a part in the pass, as far as is known here.
+        """Return whether a worker is known here to take part in the pass.
 
-        The root may not know yet that the worker takes part: then its abort is kept until another participant names it. One
+        The root may not know yet that the worker takes part: then its abort is kept until another participant names it.
+        A worker
         that has not reported passes the abort on to workers that can tell the root.
         """
         if sender in self._told or sender in self._heard:
@@ -354,7 +357,7 @@ class BackwardState:
         return ({self._root} | self._told | self._heard | self._followers()) - {self._own}
 
     def _followers(self) -> set[int]:
-        """On the root: the workers that wait for its word, whether or not another worker has named them."""
+        """Return the workers that wait for the root's decision, whether or not another worker has named them."""
         if self.termination is None:
             return set()
         return {*self.termination.participants, *self._early} - {self._own}
@@ -377,7 +380,7 @@ class BackwardState:
         return Introduction(tuple(has), tuple(expects), tuple(shortcuts))
 
     def awaits(self, send: int, peer: int) -> bool | None:
-        """Whether an answer of that worker for a send would be news; None if the pass has no such send to it."""
+        """Return whether an answer of that worker for a send is still missing; None if the pass has no such send."""
         if self._sends.get(send) != peer:
             return None
         return send in self._unsettled or send in self._offered
@@ -395,12 +398,12 @@ class BackwardState:
 
     @property
     def shortcuts(self) -> list[tuple[int, int, int]]:
-        """Shortcuts that this worker has offered and that may be taken: a recv, the send it went on in, and the receiver."""
+        """Return the open shortcuts that this worker has offered: a recv, the send that passed it on, and the receiver."""
         return [(origin[0], send, self._sends[send]) for send, ways in list(self._offered.items()) for origin in ways]
 
     @property
     def taken(self) -> tuple[int, ...]:
-        """Recvs that are answered by a shortcut past their sender."""
+        """Return the recvs that are answered by a shortcut past their sender."""
         return tuple(self._taken)
 
     @property
@@ -414,20 +417,20 @@ class BackwardState:
     # -- rules ---------------------------------------------------------------------------------------------------
 
     def _peers_to_wake(self, heard: Collection[int]) -> list[int]:
-        """Workers that might not learn of the pass, or of what was recorded here, without this one."""
+        """Return workers that might not learn of the pass, or of the messages recorded here, without this one."""
         found: dict[int, None] = {}
         skipped = {self._recvs[recv] for recv in self._skipped} if self._skipped else ()
         for peer in (*self._sends.values(), *skipped):
             is_known = peer == self._own or peer in self._told or peer in self.lost
             if not is_known and (peer in skipped or peer not in heard) and peer not in found:
                 youngest = self._youngest[peer]
-                # Else this worker has something to answer there that is younger than what it sent.
+                # Otherwise this worker owes it an answer that is younger than its sends.
                 if youngest.is_send or youngest.message_id in self._skipped:
                     found[peer] = None
         return list(found)
 
     def _offer_shortcuts(self, heard: Collection[int]) -> None:
-        """Those who have what only passed through here need not ask this worker, unless they may have done so."""
+        """Offer shortcuts for tensors that were only passed on here, unless their receivers may have answered already."""
         late, nowhere = {self._own, *heard, *self.lost}, {self._own, *self.lost}
         for send, origins in self._untouched.items():
             recvs = {origin[0] for origin in origins}
@@ -441,7 +444,7 @@ class BackwardState:
                 self._num_open -= 1
 
     def _withdraw(self, send: int) -> None:
-        """A shortcut was not taken: here is the answer, for this worker to pass on."""
+        """Withdraw a shortcut that was not taken: the answer arrived here, and this worker passes it on."""
         for origin in self._offered.pop(send):
             self._unfired[origin[0]] = None
         self._unsettled[send] = None
@@ -449,7 +452,7 @@ class BackwardState:
         self._num_open += 1
 
     def _do_without(self, peer: int, actions: list[Action]) -> None:
-        """A lost worker is taken to have no gradient for the sends to it."""
+        """Settle the sends to a lost worker without a gradient."""
         for send in [send for send in self._offered if self._sends[send] == peer]:
             self._withdraw(send)
         waiting = [send for send in self._unsettled if self._sends[send] == peer]
@@ -463,7 +466,7 @@ class BackwardState:
             if send in self._offered:
                 self._withdraw(send)
             if self._unsettled.pop(send, send) is not None:
-                continue  # a repeat, or made after this worker joined: it can have no part in the loss
+                continue  # a repeat, or sent after this worker joined, so that it cannot contribute to the loss
             index = self._component_of[send]
             if not has_gradient:
                 self._nothing.setdefault(index, set()).add(send)
@@ -472,9 +475,9 @@ class BackwardState:
             self._review(index, actions)
 
     def _review(self, index: int, actions: list[Action]) -> None:
-        """Something changed for a component: may it run, need it not run at all, are some of its recvs cut off?"""
+        """Decide again for a component whether it can run, need not run, or has recvs that no gradient can reach."""
         if self._phases[index] is not ComponentPhase.WAITING:
-            return  # the run picks up by itself what is settled later
+            return  # the run picks up later answers by itself
         component = self._components[index]
         live, nothing = component.sends, self._nothing.get(index)
         if nothing:
@@ -485,7 +488,7 @@ class BackwardState:
             reached = self._reached_by(index, live)
             self._answer_nothing((recv for recv in component.recvs if recv not in reached), actions)
             if self._phases[index] is not ComponentPhase.WAITING:
-                return  # one of those was a message to itself, whose send is in this very component: decided meanwhile
+                return  # one of them was a message to this worker whose send is in this component: decided meanwhile
             live = tuple(send for send in live if send not in nothing)
         if component.has_roots or live[-1] not in self._unsettled:
             self._phases[index] = ComponentPhase.RUNNING
@@ -504,7 +507,7 @@ class BackwardState:
     def _answer_nothing(self, recvs: Iterable[int], actions: list[Action]) -> None:
         if self._mode is Mode.FAST:
             return
-        answers: dict[tuple[int, int | None], dict[int, bool]] = {}  # by whom to tell, and via whom
+        answers: dict[tuple[int, int | None], dict[int, bool]] = {}  # by receiver and via
         for recv in recvs:
             if recv in self._unfired:
                 del self._unfired[recv]
@@ -536,11 +539,11 @@ class Termination:
     def __init__(self, root: int) -> None:
         self._root = root
         self._reachable = {root}
-        self._peers: dict[int, frozenset[int]] = {}  # of those who have reported
-        self._absent: dict[int, set[int]] = {}  # whom they took to have no part
+        self._peers: dict[int, frozenset[int]] = {}  # of the workers that have reported
+        self._absent: dict[int, set[int]] = {}  # lost workers that they assumed not to take part
 
     def reported(self, worker: int, peers: Collection[int], absent: Collection[int] = ()) -> bool:
-        """A participant is done; return whether every one is, and the pass is right. Repeats do no harm."""
+        """Add a report; return whether all participants have reported and the pass is valid. Repeats are ignored."""
         if absent:
             self._absent.setdefault(worker, set()).update(absent)
         if worker not in self._peers:
@@ -558,12 +561,12 @@ class Termination:
 
     @property
     def participants(self) -> frozenset[int]:
-        """Every worker that may take part and must be told of the end: those, too, that cannot be reached yet."""
+        """Return every worker that may take part and must be told of the end, also if it cannot be reached yet."""
         return frozenset(self._reachable.union(self._peers, *self._peers.values()))
 
     @property
     def mistaken(self) -> set[int]:
-        """Lost workers that one worker took to have no part, while others had to do with them: the pass must fail."""
+        """Return lost workers that one worker left out while others exchanged messages with them: the pass must fail."""
         if not self._absent:
             return set()
         return self._reachable & set().union(*(self._absent.get(worker, ()) for worker in self._reachable))
@@ -574,14 +577,14 @@ class Termination:
 
 
 class WaitingSend(msgspec.Struct, frozen=True):
-    """A send without its gradient, as people are shown it."""
+    """A send that waits for its gradient, as it is shown to people."""
 
     message_id: int
     worker: str  # sent it and waits
     peer: str  # received it and should answer
     function: str  # that was called, or whose result was sent
     site: str  # where in the user's code
-    is_gate: bool = False  # a run of the local engine stands still for it
+    is_gate: bool = False  # a run of the local engine is blocked on it
 
     def __str__(self) -> str:
         return f"send {self.message_id:#x} of {self.function} ({self.site}) on worker {self.worker} to {self.peer}"
@@ -593,7 +596,7 @@ class PassSnapshot(msgspec.Struct, frozen=True):
     worker: str
     is_known: bool = False  # it has joined the pass and not dropped it
     is_done: bool = False  # it has reported
-    num_running: int = 0  # runs of its local engine that are not standing still
+    num_running: int = 0  # runs of its local engine that are not blocked
     num_sent: int = 0  # messages of the pass
     num_received: int = 0
     waiting: tuple[WaitingSend, ...] = ()
@@ -601,11 +604,12 @@ class PassSnapshot(msgspec.Struct, frozen=True):
 
 
 def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapshot]) -> bool:
-    """Whether nothing can move any more, from two probes, one after the other, of every participant.
+    """Return whether the pass cannot make progress, from two successive probes of every participant.
 
-    No run computes, every message that was sent has been handled, and nothing changed between the probes: then nothing was
-    under way while the second one was taken. If a worker is not in the pass (any more), or does not answer, its end is on
-    the way by itself, and the counts say nothing.
+    No run computes, every sent message has been handled, and nothing changed between the probes: then no message was in
+    flight
+    during the second one. If a worker is not in the pass, or does not answer, the pass ends without a probe, and the counts
+    prove nothing.
     """
     if before != now or all(item.is_done for item in now.values()):
         return False

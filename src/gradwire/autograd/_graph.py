@@ -18,12 +18,12 @@ from gradwire.autograd.functions import AccumulateGrad, RecvNode
 
 Node = Any  # torch.autograd.graph.Node, whose attributes depend on what it is
 Target = torch.Tensor | tuple[int, int]
-"""Where a gradient goes: a leaf, or one of the tensors that came in a message, by its id and the tensor's number."""
+"""Destination of a gradient: a leaf, or a received tensor by its message's id and its number in the message."""
 
 
 class Recv(Protocol):
     @property
-    def is_watched(self) -> bool: ...  # whether hooks want to see its gradients here
+    def is_watched(self) -> bool: ...  # whether hooks are registered on its tensors
     @property
     def num_tensors(self) -> int: ...
 
@@ -39,7 +39,7 @@ class LocalGraph:
         self,
         roots: Sequence[Node],  # empty on workers that did not call backward
         sends: Mapping[int, Node | list[torch.Tensor]],  # in the order in which they were made; `RecordedSend.start`
-        context_recvs: Mapping[int, Recv],  # others are no part of the pass
+        context_recvs: Mapping[int, Recv],  # others are not part of the pass
     ) -> None:
         self._starts: list[Sequence[Node]] = [roots]
         self._bare: dict[int, list[torch.Tensor]] = {}  # by source: sends of nothing but leaves, without hooks
@@ -62,7 +62,7 @@ class LocalGraph:
         # For each component that is one send with nothing to compute behind it, where its tensors came from, in the order
         # of the message; None for all others.
         self.direct: list[list[Target] | None] = []
-        # Sends of nothing but tensors that came from others, of which nothing else was made; with their origins.
+        # Sends of received tensors only, which nothing else here uses; with their origins.
         self.untouched: dict[int, tuple[Origin, ...]] = {}
         self._component_of: dict[int, int] = {}  # by the first of its sources
         self._collect()
@@ -135,7 +135,7 @@ class LocalGraph:
                 self.direct.append(None)
 
     def _targets_of(self, send: int, node: Node) -> list[Target] | None:
-        """Where a send's tensors came from, if that is nothing but leaves and other messages, and no hook wants to look."""
+        """Return the origins of a send's tensors, if these are only leaves and received tensors without hooks."""
         found: list[Target] = []
         origins: list[Origin] = []
         for following, number in node.next_functions:
@@ -153,7 +153,7 @@ class LocalGraph:
         return found
 
     def inputs_in(self, index: int, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the wanted tensors that a component reaches, each once."""
+        """Return the wanted tensors that a component reaches, each once."""
         leaves = {id(leaf) for leaf in self.leaves[index]}
         found = []
         for tensor in dict.fromkeys(wanted):
@@ -167,7 +167,7 @@ class LocalGraph:
         return found
 
     def reached_by(self, index: int, sends: Collection[int]) -> set[int]:
-        """Recvs of a component that can be reached from these sends, and from the roots if it has them."""
+        """Return the recvs of a component that can be reached from these sends, and from its roots if it has any."""
         wanted = set(sends)
         stack = list(self._starts[_ROOTS]) if self.components[index].has_roots else []
         for position, send in enumerate(self._send_ids, 1):
@@ -187,7 +187,7 @@ class LocalGraph:
         return reached
 
     def make_room_below(self) -> None:
-        """Gives every node a sequence number above 0, so that gates, which have 0, come after all other ready work.
+        """Give every node a sequence number above 0, so that gates, which have 0, come after all other ready work.
 
         Numbers count from 0 in every thread, so few nodes have it.
         """

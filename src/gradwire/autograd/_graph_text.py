@@ -24,12 +24,12 @@ def format_bytes(count: int) -> str:
 
 
 def count(number: int, noun: str, plural: str = "") -> str:
-    """Return a number of things in words."""
+    """Return a number with its noun: ``1 tensor``, ``2 tensors``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
 def describe(node: GraphNode) -> tuple[str, ...]:
-    """Return what a node is, in one or two lines."""
+    """Describe a node in one or two lines."""
     if node.kind in ("unknown", "received") or node.is_passed_on:
         return ("?" if node.kind == "unknown" else "received" if node.kind == "received" else "passed on",)
     shown: list[str] = []
@@ -45,7 +45,7 @@ def describe(node: GraphNode) -> tuple[str, ...]:
 
 
 def label_of(message: GraphMessage) -> tuple[str, ...]:
-    """Return what a message is: its function and its size."""
+    """Return the label of a message: its function and its size."""
     name = re.split(r"[:.]", message.function)[-1] or message.function
     text = f"{name} result" if message.is_result else f"{name}()"
     return (text,) if message.num_bytes is None else (text, format_bytes(message.num_bytes))

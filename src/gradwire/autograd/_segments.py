@@ -1,4 +1,4 @@
-"""Finds what a worker computed between the messages of a context, for people who look at the graph.
+"""Finds the operators that a worker ran between the messages of a context, for `graph`.
 
 Sends are walked in the order in which they were made, the roots of a pass last. A node belongs to the first that reaches
 it, so each segment is what was computed for a send beyond what earlier ones had needed.
@@ -73,7 +73,7 @@ def find_segments(
 
 
 def _follow(walk: _Walk, owner: dict[Any, int], recvs: Mapping[int, Recv], most: int) -> int:
-    """Walk from one source to where others have been; return how many nodes were looked at."""
+    """Walk from one source up to nodes of other sources; return how many nodes were visited."""
     count = 0
     while walk.stack and count < most:
         node = walk.stack.pop()

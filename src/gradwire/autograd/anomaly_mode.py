@@ -2,7 +2,7 @@
 
 `torch.autograd.detect_anomaly` is a switch for a whole process. It travels with calls and passes, and is on here while any
 of them is under way. When a node fails, torch prints where its forward was called as a warning; here that text becomes
-part of the error, which the caller of backward gets.
+part of the error that the caller of backward gets.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MARK = "Traceback of forward call"
 
 @contextlib.contextmanager
 def enabled() -> Iterator[None]:
-    """Switch anomaly mode on inside."""
+    """Enable anomaly mode inside the block."""
     global _num_users, _is_ours
     with _lock:
         if _num_users == 0 and not torch.is_anomaly_enabled():
@@ -35,14 +35,14 @@ def enabled() -> Iterator[None]:
     finally:
         with _lock:
             _num_users -= 1
-            if _num_users == 0 and _is_ours:  # what the user switched on is the user's to switch off
+            if _num_users == 0 and _is_ours:  # anomaly mode that the user enabled stays enabled
                 _is_ours = False
                 torch.autograd.set_detect_anomaly(False, check_nan=torch.is_anomaly_check_nan_enabled())
 
 
 @contextlib.contextmanager
 def detecting() -> Iterator[None]:
-    """Surround a run of the local engine: what torch says about a failure becomes part of the error."""
+    """Add torch's warning about a failed node to the error that a run of the local engine raises."""
     with enabled(), _catching() as texts:
         try:
             yield
@@ -57,10 +57,11 @@ class _Caught(threading.local):
 
 
 class _WarningCatcher:
-    """Catches what torch warns of, for each thread apart.
+    """Catches torch's warnings, separately for each thread.
 
-    `warnings.catch_warnings` is for one thread alone: two that leave it in another order than they came leave a list behind
-    that swallows the warnings of the whole process.
+    `warnings.catch_warnings` is not thread-safe: two threads that leave it in another order than they entered it leave
+    a list
+    behind that swallows the warnings of the whole process.
     """
 
     # `open` and `close` are called under the lock.
@@ -81,7 +82,7 @@ class _WarningCatcher:
         self._num_users -= 1
         if self._num_users:
             return
-        if warnings.showwarning == self._show:  # else the program put another in its place, or took it away
+        if warnings.showwarning == self._show:  # else the program has replaced it
             warnings.showwarning = self._show_before
         if self._filter in warnings.filters:
             cast(list[Any], warnings.filters).remove(self._filter)

@@ -1,4 +1,4 @@
-"""The functions that people call: PyTorch's names, and more.
+"""Public functions of distributed autograd: PyTorch's names, and more.
 
 with gradwire.autograd.context() as ctx:
     loss = rpc_sync("worker1", forward, args=(x,)).sum()
@@ -34,7 +34,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 
 
 def is_available() -> bool:
-    """Whether distributed autograd can be used on this platform."""
+    """Return whether distributed autograd can be used on this platform."""
     return rpc_is_available()
 
 
@@ -51,22 +51,22 @@ def current_engine() -> DistEngine:
 
 
 class ContextId(int):
-    """The id of a context, with what can be done in it. Travels to other workers as the plain number."""
+    """The id of a context, with methods that use it. Other workers receive it as a plain int."""
 
     def backward(self, roots: Tensors, retain_graph: bool = False, **options: Any) -> None:
-        """As `gradwire.autograd.backward` in this context."""
+        """Call `gradwire.autograd.backward` with this context."""
         backward(self, roots, retain_graph, **options)
 
     def explain(self) -> Explanation:
-        """As `gradwire.autograd.explain` of this context."""
+        """Call `gradwire.autograd.explain` with this context."""
         return explain(self)
 
     def graph(self, roots: Tensors = (), *, timeout: float = 2.0) -> DistributedGraph:
-        """As `gradwire.autograd.graph` of this context."""
+        """Call `gradwire.autograd.graph` with this context."""
         return graph(self, roots, timeout=timeout)
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """As `gradwire.autograd.get_gradients` of this context."""
+        """Call `gradwire.autograd.get_gradients` with this context."""
         return get_gradients(self)
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
@@ -77,11 +77,11 @@ register_plain_number(ContextId)
 
 
 class context:
-    """A forward and a backward pass, with everything that other workers do for them.
+    """A block of code whose calls to other workers are recorded, so that a backward pass can go through them.
 
-    Calls made inside, by this thread and by threads and tasks that it starts, are recorded; gradients gather in the context
-    on every worker, apart from those of other contexts and from ``.grad``. At the end, everything that belongs to it is
-    freed on every worker it has touched. Contexts nest.
+    Calls made inside the block are recorded, also those of threads and tasks started inside it. Each worker accumulates
+    gradients in the context, separate from other contexts and from ``.grad``. At the end of the block, all workers free
+    what they hold for the context. Contexts can be nested.
 
     Raises:
         NotInitialized: This process is not a worker.
@@ -92,7 +92,7 @@ class context:
 
     def __enter__(self) -> ContextId:
         if self._token is not None:
-            raise AutogradError("a context can be entered once; make another with gradwire.autograd.context()")
+            raise AutogradError("a context can be entered only once; create another with gradwire.autograd.context()")
         self._engine = current_engine()
         made = self._engine.container.new_context()
         self._token = current_context.set(made.context_id)
@@ -119,32 +119,33 @@ def backward(
     timeout: float = DEFAULT_TIMEOUT_S,
     optimizer: FollowsBackward | None = None,
 ) -> None:
-    """Compute gradients of the roots, through calls to other workers, and adds them to the context on each of them.
+    """Compute gradients of the roots through calls to other workers, and add them to the context on each worker.
 
-    Nothing is added anywhere unless the whole pass succeeds. ``.grad`` is left alone.
+    If the pass fails on any worker, no worker adds anything. ``.grad`` is not changed.
 
     Args:
-        context_id: What `context` gave.
+        context_id: The id that `context` returned.
         roots: Tensors on this worker, usually one loss.
         retain_graph: Keep the graph, so that another pass can go through it.
-        gradients: One for each root; may be left out for scalars.
+        gradients: One for each root; optional for scalars.
         create_graph: Record the pass itself, for gradients of gradients.
-        inputs: Gather gradients only for these tensors, which are on this worker.
-        mode: ``"smart"`` copes with results and arguments that have no part in the roots; ``"fast"`` does not look for
-            them, and fails if there are any.
-        timeout: Seconds that the pass may take.
-        optimizer: Steps at once, as `DistributedOptimizer.step` with this context does.
+        inputs: Accumulate gradients only for these tensors on this worker.
+        mode: ``"smart"`` handles results and arguments that do not contribute to the roots; ``"fast"`` does not look
+            for them, and fails if there are any.
+        timeout: Seconds until the pass fails.
+        optimizer: A `DistributedOptimizer` to step with this context as soon as the pass has succeeded.
 
     Raises:
-        AutogradError: A root cannot be one.
+        AutogradError: A root is not a tensor that gradients can be computed for.
         UnknownContext: The context was released, or never existed here.
-        BackwardFailed: Something failed on this or another worker, or the time was over.
-        UnsettledSend: FAST mode: a message got no gradient.
-        OptimizerStepFailed: The gradients are there, but some workers did not step.
+        BackwardFailed: The pass failed on this or another worker, or timed out.
+        UnsettledSend: FAST mode: no gradient arrives for a message.
+        OptimizerStepFailed: The pass succeeded, but some workers did not step.
     """
     if optimizer is not None and not hasattr(optimizer, "follow_backward"):
         raise ConfigurationError(
-            f"backward steps a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call its step()"
+            f"optimizer must be a gradwire.optim.DistributedOptimizer, not a {type(optimizer).__name__}; call the "
+            f"step() of other optimizers after backward"
         )
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
     current_engine().backward(context_id, options, roots, gradients, inputs)
@@ -164,23 +165,23 @@ def grad(
     mode: ModeName = "smart",
     timeout: float = DEFAULT_TIMEOUT_S,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Return gradients of outputs with respect to inputs, both on this worker; the context keeps none.
+    """Return gradients of outputs with respect to inputs, both on this worker, without adding them to the context.
 
     Args:
-        context_id: What `context` gave.
-        outputs: What to differentiate.
-        inputs: With respect to what.
-        grad_outputs: One for each output; may be left out for scalars.
-        retain_graph: Keep the graph; as `create_graph` if not given.
+        context_id: The id that `context` returned.
+        outputs: Tensors to differentiate.
+        inputs: Tensors to differentiate with respect to.
+        grad_outputs: One for each output; optional for scalars.
+        retain_graph: Keep the graph; defaults to `create_graph`.
         create_graph: Record the pass itself.
         allow_unused: Return None for inputs that the outputs do not depend on.
         mode: As in `backward`.
         timeout: As in `backward`.
 
     Raises:
-        AutogradError: An output cannot be one, or an input has no part in them.
+        AutogradError: Gradients cannot be computed for an output, or the outputs do not depend on an input.
         UnknownContext: The context was released, or never existed here.
-        BackwardFailed: Something failed on this or another worker, or the time was over.
+        BackwardFailed: The pass failed on this or another worker, or timed out.
     """
     wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
@@ -209,44 +210,45 @@ def _wrong_timeout(timeout: object) -> ConfigurationError:
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Return the gradients that have gathered in a context on this worker, by leaf tensor.
+    """Return the gradients that a context has accumulated on this worker, by leaf tensor.
 
     Raises:
-        UnknownContext: The context was released, or this worker has no part in it.
-        RpcTimeout: A pass is done here, and the worker that began it does not say whether it counts.
+        UnknownContext: The context was released, or this worker does not take part in it.
+        RpcTimeout: A pass has finished here, and its root did not report whether it was committed.
     """
     return current_engine().container.retrieve(context_id).wait_gradients(DEFAULT_TIMEOUT_S)
 
 
 def explain(context_id: int) -> Explanation:
-    """Find out which worker waits for which in a context: print the result, or take its `as_json`.
+    """Return which worker waits for which in a context. Print the result, or use its `as_json`.
 
-    May be called from another thread while a backward pass is under way.
+    May be called from another thread while a backward pass is running.
 
     Raises:
-        UnknownContext: The context was released, or this worker has no part in it.
+        UnknownContext: The context was released, or this worker does not take part in it.
     """
     engine = current_engine()
     return engine.prober.explain(engine.container.retrieve(context_id))
 
 
 def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> DistributedGraph:
-    """Return the graph that a backward pass of a context would go through, on all its workers, to look at.
+    """Return the graph that a backward pass of a context would go through, on all its workers.
 
-    Notebooks show the result as a picture; `to_svg`, `to_dot`, `to_mermaid` and `to_json` write it. May be called at any
-    time in the context, also from another thread while a backward pass is under way.
+    Notebooks show the result as a picture; `to_svg`, `to_dot`, `to_mermaid` and `to_json` convert it. May be called at
+    any time in the context, also from another thread while a backward pass is running.
 
     Args:
-        context_id: What `context` gave.
-        roots: Tensors on this worker from which backward would begin, usually the loss: shows what leads to them, too.
-        timeout: Seconds in which the workers have to answer. Those that do not are shown without what only they know.
+        context_id: The id that `context` returned.
+        roots: Tensors on this worker that backward would start from, usually the loss; the graph then includes them.
+        timeout: Seconds to wait for answers. Workers that do not answer are shown with what others know of them.
 
     Raises:
-        UnknownContext: The context was released, or this worker has no part in it.
+        AutogradError: A root is not a tensor that requires grad.
+        UnknownContext: The context was released, or this worker does not take part in it.
     """
     tensors: tuple[Any, ...] = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
     if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
-        raise AutogradError("roots must be tensors that require grad, on the worker that asks for the graph")
+        raise AutogradError("roots must be tensors that require grad, on the worker that calls graph")
     limit: object = timeout
     if not (isinstance(limit, int | float) and limit > 0):
         raise _wrong_timeout(timeout)
@@ -254,11 +256,11 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
     return engine.prober.graph(engine.container.retrieve(context_id), tensors, float(limit))
 
 
-# -- PyTorch's functions for looking inside -------------------------------------------------------------------------------
+# -- PyTorch's functions for introspection ----------------------------------------------------------------------------------
 
 
 def _new_context() -> DistAutogradContext:
-    """Make a context and enter it, until `_release_context`."""
+    """Create a context and enter it, until `_release_context`."""
     made = current_engine().container.new_context()
     current_context.set(made.context_id)
     return made

@@ -1,7 +1,7 @@
-"""One backward pass on one worker: what came for it, what it has found, and the threads that wait for it.
+"""One backward pass on one worker: received gradients, computed gradients, and the threads that wait for it.
 
-`BackwardState` decides and `DistEngine` acts. In between, each event of a pass is one method here: it takes the lock, asks
-the state, and returns what is to be done.
+`BackwardState` decides and `DistEngine` acts. In between, each event of a pass is one method here: it takes the lock,
+asks the state, and returns the actions.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from gradwire.types import COUNTER_BITS, WorkerInfo
 if TYPE_CHECKING:
     from gradwire.autograd.stall_detector import StallDetector
 
-_MOST_TENSORS = 1 << 20  # in one message, whatever others say
+_MOST_TENSORS = 1 << 20  # in one message; peers cannot claim more
 
 
 class FollowsBackward(Protocol):
-    """What `backward` can be given to go on with: an optimizer."""
+    """An optimizer that `backward` can step when it has succeeded."""
 
     def follow_backward(self, context_id: int) -> None:
-        """A pass in that context is committed: do what follows."""
+        """Step, after a pass of that context was committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Roots:
-    """Where a pass begins, on the worker that called backward."""
+    """The tensors that a pass starts from, on the worker that called backward."""
 
     tensors: tuple[torch.Tensor, ...] = ()
     gradients: tuple[torch.Tensor, ...] = ()  # one for each
@@ -89,7 +89,11 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
                 f"unless gradients are given"
             )
         if tensor.grad_fn is None:
-            raise AutogradError(f"root {number} does not have a valid gradient function: it is a leaf")
+            raise AutogradError(
+                f"root {number} does not have a valid gradient function: no recorded operation produced it. If it is "
+                f"the result of a call, that call was made outside of this context: move the call inside the `with` "
+                f"block"
+            )
         if gradient is None:
             gradient = torch.ones_like(tensor, memory_format=torch.preserve_format)
         elif gradient.shape != tensor.shape:
@@ -104,11 +108,11 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
 
 
 class PassDropped(Exception):
-    """The pass was decided while something was still done for it; ends that quietly."""
+    """Ends work for a pass that was decided meanwhile; not an error."""
 
 
 class BackwardPass:
-    """One pass on one worker, begun."""
+    """One running pass on one worker."""
 
     def __init__(
         self,
@@ -118,7 +122,7 @@ class BackwardPass:
         options: PassOptions,
         roots: Roots = NO_ROOTS,  # on the root only
         lost: Collection[int] = (),
-        heard: Collection[int] = (),  # ranks of the workers whose message made this one join; it is taken next
+        heard: Collection[int] = (),  # ranks whose message made this worker join; that message is handled next
     ) -> None:
         self.own = own
         self.pass_id = pass_id
@@ -127,18 +131,18 @@ class BackwardPass:
         self.options = options
         self.roots = roots
         self.deadline = time.monotonic() + options.timeout_s
-        # The worker that began it here, and how many bytes of its budget that takes until the end.
+        # The worker whose message started it here, and how many bytes of its budget that uses until the end.
         self.charged: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards everything below
         self._moved: threading.Condition | None = None  # made by a thread that waits, for its gate or for the end
         self.sends, self.recvs = dict(context.sends), dict(context.recvs)
         self._introduced: set[int] = set()
-        self.gradients: GradientTable = {}  # of leaves, as far as they are found
+        self.gradients: GradientTable = {}  # of leaves, as far as they are computed
         # Leaves whose gradient is that of the context, earlier passes included, with what the context had for them.
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
-        # Sends that a run waits for at a gate, and whether all of the run stands still: devices may go on computing.
+        # Sends that a run is blocked on at a gate, and whether the whole run is blocked: devices may still be computing.
         self._gates: dict[int, bool] = {}
         self.error: BaseException | None = None  # why it failed, on the root
         self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
@@ -153,7 +157,7 @@ class BackwardPass:
         for message_id, send in self.sends.items():
             sends[message_id] = send.start
         graph = self.graph = LocalGraph(nodes, sends, self.recvs)
-        # What is asked for may be what passes through; and a recorded pass records what passes through.
+        # `inputs` may be tensors that are passed on; and a recorded pass must record those, too.
         is_asked = roots.inputs is not None or options.create_graph
         self.state = BackwardState(
             own,
@@ -165,7 +169,7 @@ class BackwardPass:
             None if is_asked else graph.untouched,
             self.root,
         )
-        self.begun = self.state.begin(heard)  # what is to be done first; `take` returns it, too
+        self.begun = self.state.begin(heard)  # the first actions; `take` returns them, too
 
     def __repr__(self) -> str:
         return f"<BackwardPass {self.pass_id:#x} {self.phase.value}: {self.state}>"
@@ -180,7 +184,7 @@ class BackwardPass:
 
     @property
     def is_undecided(self) -> bool:
-        """Whether it is done here, but maybe not everywhere."""
+        """Whether it has finished here, but maybe not everywhere."""
         return self.state.phase is PassPhase.DONE
 
     # -- messages ------------------------------------------------------------------------------------------------------
@@ -188,7 +192,7 @@ class BackwardPass:
     def take(
         self, sender: WorkerInfo, message: PropagateGradients, introduction: Introduction | None, tensors: list[Any]
     ) -> list[Action]:
-        """A message of the pass arrived, with these gradients; `introduction` has the shortcuts that can be taken."""
+        """Handle a message of the pass with these gradients; `introduction` has the shortcuts that can be taken."""
         answers = unpack_answers(self.context, sender, message.items, tensors)
         with self._lock:
             if self.state.is_over:
@@ -206,12 +210,12 @@ class BackwardPass:
         return actions
 
     def _accept(self, message_id: int, receiver: int, gradients: Gradients | None) -> bool:
-        """Take what came for a send to that worker; False if it is no news. Under the lock."""
+        """Accept the answer for a send to that worker; False if it is not new. Called under the lock."""
         is_awaited = self.state.awaits(message_id, receiver)
         if is_awaited is None and gradients is not None:
             raise AutogradError(
-                f"a gradient came for message {message_id:#x}, which this worker has not sent to worker {receiver} in this "
-                f"context; was this worker restarted?"
+                f"received a gradient for message {message_id:#x}, which this worker did not send to worker {receiver} "
+                f"in this context; was this worker restarted?"
             )
         if not is_awaited:  # or it was made after this worker joined, so it has no part in the loss
             return False
@@ -221,7 +225,7 @@ class BackwardPass:
         return True
 
     def introduce(self, peer: int) -> Introduction | None:
-        """A message is about to go to a worker; return what the first one says."""
+        """Return what the first message to a worker says; None for later ones."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -232,7 +236,7 @@ class BackwardPass:
             return self.state.introduction_to(peer)
 
     def lose_worker(self, rank: int) -> list[Action] | None:
-        """A worker died or left; None if the pass must fail for it."""
+        """Handle the loss of a worker; None if the pass must fail because of it."""
         with self._lock:
             if self.state.is_over:
                 return []
@@ -245,13 +249,13 @@ class BackwardPass:
     # -- runs of the local engine ---------------------------------------------------------------------------------------
 
     def inputs_of(self, index: int) -> Sequence[torch.Tensor]:
-        """Return what a run of a component shall give gradients of."""
+        """Return the tensors whose gradients a run of a component computes."""
         if self.roots.inputs is not None:
             return self.graph.inputs_in(index, self.roots.inputs)
         return () if self.options.skips_leaves else self.graph.leaves[index]
 
     def gradients_of(self, message_id: int) -> Gradients:
-        """Return what came for a send; all None if it was settled with nothing."""
+        """Return the gradients of a send; all None if it was settled without any."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -274,7 +278,7 @@ class BackwardPass:
         ]
 
     def came_back(self, via: int, answers: dict[int, Gradients | None]) -> list[Action]:
-        """A recv has fired with a shortcut to sends of this worker, which another one passed back to it."""
+        """Handle the answers of a recv with a shortcut to sends of this worker, which another worker passed back to it."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
@@ -298,14 +302,14 @@ class BackwardPass:
         return actions
 
     def report_early(self) -> Report | None:
-        """The last answer is about to go to the root: return the report that goes with it, if nothing else is to be done."""
+        """Return the report that can go to the root with the last answer; None if there is more to do."""
         with self._lock:
             if self.state.is_over:
                 raise PassDropped
             return self.state.report_early()
 
     def run_hooks(self) -> None:
-        """Everything here is done: hooks see the totals."""
+        """Run hooks with the totals, when everything else here is done."""
         if self.roots.joins_context and self.gradients:
             self.totals = run_accumulators(self.gradients, self.context.gradients, self.options.create_graph)
         with self._lock:
@@ -316,7 +320,7 @@ class BackwardPass:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def report_received(self, worker: int, report: Report) -> list[Action]:
-        """On the root: a worker has reported. The last report commits the pass, at once."""
+        """Handle a report, on the root. The last report commits the pass at once."""
         with self._lock:
             actions = self.state.report_received(worker, report)
             if actions and type(actions[0]) is Commit:
@@ -328,13 +332,13 @@ class BackwardPass:
             return actions
 
     def participants(self) -> set[int]:
-        """On the root: the ranks of the other workers that take part, as far as is known."""
+        """Return the ranks of the other workers known to take part, on the root."""
         with self._lock:
             termination = self.state.termination
             return set(termination.participants) - {self.own} if termination is not None else set()
 
     def commit_received(self) -> bool:
-        """The root said that the pass counts: its gradients join the context. False if it was decided before."""
+        """Commit the pass, as the root decided: its gradients join the context. False if it was decided before."""
         with self._lock:
             if self.state.is_over:
                 return False
@@ -356,7 +360,7 @@ class BackwardPass:
         return abort
 
     def drop(self) -> bool:
-        """The context is over: end the pass here if this worker has reported, and so need not tell any other."""
+        """End the pass because its context ended, if this worker has reported and so need not tell any other."""
         with self._lock:
             if self.is_root or not self.is_undecided:
                 return False
@@ -370,7 +374,7 @@ class BackwardPass:
             return self.state.may_abort(sender, message)
 
     def _forget(self) -> None:
-        """The pass is over. The root's gradients stay for the caller of backward. Under the lock."""
+        """Free what the pass holds, but for the root's gradients, which backward returns. Called under the lock."""
         self.detector = None  # it holds the pass: the two would stay until the garbage collector comes
         if self.root != self.own:
             self._arrived.clear()
@@ -380,7 +384,7 @@ class BackwardPass:
     # -- waiting -------------------------------------------------------------------------------------------------------
 
     def wait(self, send: int | None, seconds: float, *, stands_still: bool = True) -> bool:
-        """Wait until a send is settled, or the pass over; False if it is neither after so long: then wait again."""
+        """Wait until a send is settled or the pass is over; False if neither happened in time, and to be called again."""
         with self._lock:
             if not self._may_go_on(send):
                 if self.errands and send is None:
@@ -410,7 +414,7 @@ class BackwardPass:
         return self.state.is_over or (send is not None and self.state.is_settled(send))
 
     def _wake(self) -> None:
-        """Something happened that threads here wait for. Under the lock."""
+        """Wake the threads that wait for the pass. Called under the lock."""
         if self._moved is not None:
             self._moved.notify_all()
 
@@ -423,7 +427,7 @@ class BackwardPass:
                 waiting.append(
                     WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
                 )
-            # A run that has not begun yet, or whose gate is open, waits only for its thread.
+            # A run that has not started yet, or whose gate is open, waits only for its thread.
             num_standing = sum(is_still and not self.state.is_settled(gate) for gate, is_still in self._gates.items())
             return PassSnapshot(
                 worker,
@@ -437,10 +441,10 @@ class BackwardPass:
             )
 
 
-# -- answers: what goes back for messages of the forward pass ---------------------------------------------------------------
+# -- answers: gradients for messages of the forward pass --------------------------------------------------------------------
 
 Answers = tuple[tuple[GradientItem, ...], list[torch.Tensor]]
-"""What goes back for messages, and the gradients beside it."""
+"""Answers for messages, and the gradients that travel beside them."""
 
 
 def pack_answer(
@@ -485,7 +489,7 @@ def unpack_answers(
             continue
         mine = tensors[position : position + sum(item.defined)]
         if len(mine) < sum(item.defined):
-            raise AutogradError(f"a message of {sender.name} lacks gradients for message {item.message_id:#x}")
+            raise AutogradError(f"a message from {sender.name} is missing gradients for message {item.message_id:#x}")
         position += len(mine)
         send = context.sends.get(item.message_id)
         if send is not None and send.is_on_device:
@@ -499,7 +503,7 @@ def unpack_answers(
             answers[item.message_id] = [next(following) if is_defined else None for is_defined in item.defined]
     if position < len(tensors):
         raise AutogradError(
-            f"a message of {sender.name} carries {len(tensors) - position} gradients more than it names"
+            f"a message from {sender.name} carries {len(tensors) - position} more gradients than it lists"
         )
     return answers
 
@@ -507,9 +511,9 @@ def unpack_answers(
 def _record_gradients(
     context: DistAutogradContext, sender: WorkerInfo, item: GradientItem, gradients: list[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """With `create_graph`: gradients that arrive are part of the graph, too."""
+    """Record gradients that arrive as part of the graph, for `create_graph`."""
     if not all(0 <= number < len(gradients) for number in item.recorded) or not item.recorded:
-        raise AutogradError(f"a message of {sender.name} names gradients that it does not carry")
+        raise AutogradError(f"a message from {sender.name} lists gradients that it does not carry")
     chosen = [gradients[number] for number in item.recorded]
     outputs = context.record_recv(item.recorded_id, sender.id, "gradient", chosen)
     gradients = list(gradients)
@@ -521,7 +525,7 @@ def _record_gradients(
 def sum_by_origin(
     targets: Iterable[torch.Tensor | tuple[int, int]], gradients: Gradients, is_recorded: bool = False
 ) -> dict[int, dict[int, torch.Tensor]]:
-    """Return the gradients of tensors that came in messages, by the message and the tensor's number there."""
+    """Return the gradients of received tensors, by the message and the tensor's number in it."""
     found: dict[int, dict[int, torch.Tensor]] = {}
     for target, gradient in zip(targets, gradients, strict=True):
         if gradient is not None and isinstance(target, tuple):
@@ -542,7 +546,7 @@ def follow_routes(
         found = sums.get(message_id)
         if found and (num_tensors > _MOST_TENSORS or not all(0 <= number < num_tensors for number in found)):
             raise AutogradError(
-                f"worker {recv.peer} offered a shortcut to tensors that message {message_id:#x} has not"
+                f"worker {recv.peer} offered a shortcut to tensors that message {message_id:#x} does not have"
             )
         answers[worker, message_id] = [found.get(number) for number in range(num_tensors)] if found else None
     return answers

@@ -34,10 +34,10 @@ if TYPE_CHECKING:
 
 
 EXTENSION = "autograd"
-"""Under which name a worker has its `DistEngine`."""
+"""Name of the extension under which an agent keeps its `DistEngine`."""
 
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
-_SLICE_S = 0.2  # how long to wait before looking again whether the time is over
+_SLICE_S = 0.2  # how often a waiting thread checks its deadline
 
 
 class CallSite(msgspec.Struct, frozen=True):
@@ -52,7 +52,7 @@ class CallSite(msgspec.Struct, frozen=True):
 
 
 RESULT = CallSite("", 0, "")
-"""Stands for what a function returned: no line of the user's code sent it."""
+"""Stands for the result of a function, which no line of the user's code sent."""
 
 _is_ours: dict[str, bool] = {}  # by file; at most one entry for each file whose code has called gradwire
 
@@ -72,7 +72,7 @@ def find_call_site() -> CallSite:
 
 
 class RecordedSend:
-    """A message that left, with the gradient edges of its tensors.
+    """A sent message, with the gradient edges of its tensors.
 
     A tensor's history may change after this, so the node that keeps it is made at once. The edge of a leaf is the leaf: if
     the message has nothing else, its node is made only where one is asked for.
@@ -103,14 +103,14 @@ class RecordedSend:
         output = self._output
         if output is None:
             assert self._leaves is not None
-            # One that was frozen since has no edge any more; the others keep their places.
+            # A tensor that was frozen since then has no edge; the others keep their places.
             edges = [leaf if leaf.requires_grad else leaf.detach().requires_grad_() for leaf in self._leaves]
             output = self._output = make_send(self.message_id, edges)
         return output
 
     @property
     def start(self) -> Any:
-        """Where a pass goes on from here: the leaves, if there is nothing else and no hook wants to look; else the node."""
+        """Where a pass continues: the leaves, if there is nothing else and no hook is registered; else the node."""
         leaves = self._leaves
         if leaves is not None:
             for leaf in leaves:
@@ -122,7 +122,7 @@ class RecordedSend:
 
     @property
     def behind(self) -> Sequence[Any]:
-        """The nodes or leaves that its tensors come from; makes no node."""
+        """Return the nodes or leaves that its tensors come from, without creating a node."""
         output = self._output
         if output is None or self._leaves is not None:
             return self._leaves or ()
@@ -134,7 +134,7 @@ class RecordedSend:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors that were recorded."""
+        """Size of the recorded tensors."""
         return sum(shape.numel() * dtype.itemsize for shape, dtype, _ in self._metadata)
 
     @property
@@ -151,9 +151,9 @@ class RecordedSend:
         return [device for _, _, device in self._metadata]
 
     def check(self, gradients: Gradients) -> None:
-        """Refuse gradients that cannot be those of the tensors that were sent."""
+        """Raise `AutogradError` if gradients do not fit the tensors that were sent."""
         if len(gradients) != len(self._metadata):
-            raise self._refuse(f"there are {len(gradients)}, but {len(self._metadata)} tensors were sent")
+            raise self._refuse(f"got {len(gradients)} for {len(self._metadata)} tensors")
         is_any_defined = False
         for number, gradient in enumerate(gradients):
             if gradient is None:
@@ -161,17 +161,17 @@ class RecordedSend:
             is_any_defined = True
             shape, dtype, device = self._metadata[number]
             if gradient.shape != shape:
-                raise self._refuse(f"number {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
+                raise self._refuse(f"gradient {number} has shape {tuple(gradient.shape)}, not {tuple(shape)}")
             if gradient.dtype != dtype:
-                raise self._refuse(f"number {number} has dtype {gradient.dtype}, not {dtype}")
+                raise self._refuse(f"gradient {number} has dtype {gradient.dtype}, not {dtype}")
             if self.is_on_device and gradient.device != device:
-                raise self._refuse(f"number {number} is on {gradient.device}, not on {device}")
+                raise self._refuse(f"gradient {number} is on {gradient.device}, not on {device}")
         if not is_any_defined:
-            raise self._refuse("all are undefined, which must be sent as no gradient at all")
+            raise self._refuse("all of them are undefined; the peer must report no gradient instead")
 
     def _refuse(self, reason: str) -> AutogradError:
         return AutogradError(
-            f"wrong gradients for send {self.message_id:#x} of {self.function} ({self.site}): {reason}"
+            f"invalid gradients for send {self.message_id:#x} of {self.function} ({self.site}): {reason}"
         )
 
 
@@ -201,11 +201,11 @@ class DistAutogradContext:
     """What one worker keeps for one context.
 
     Attributes:
-        gradients: By leaf tensor; what committed passes have gathered. Replaced, never changed.
-        passes: Those that are not over.
+        gradients: Sums of committed passes, by leaf tensor. Replaced, never changed.
+        passes: Those that are running.
         known_workers: Ranks of the workers this one exchanged messages with inside the context.
         released: Where the context was released; None while it is open.
-        turns: Groups of shared parameters that it has had a turn with.
+        turns: Groups of shared parameters that it has taken a turn with.
     """
 
     def __init__(self, context_id: int) -> None:
@@ -253,22 +253,22 @@ class DistAutogradContext:
         return outputs
 
     def touch(self, peer: int) -> bool:
-        """A message of the context goes to or comes from a worker; False if the context is over."""
+        """Note that a message of the context goes to or comes from a worker; False if the context was released."""
         if peer not in self.known_workers:
             with self._lock:
-                if self.released:  # that worker would not be told any more
+                if self.released:  # too late to tell that worker
                     return False
                 self.known_workers.add(peer)  # and must be told of the context's end, too
         return True
 
     def knows(self, worker: int) -> bool:
-        """Whether a worker has a part in the context, as far as is known here: it made it, or exchanged messages in it."""
+        """Return whether a worker is known here to take part: it created the context, or exchanged messages in it."""
         return worker in self.known_workers or worker == creator_of(self.context_id)
 
     # -- passes ------------------------------------------------------------------------------------------------------
 
     def begin_pass(self, pass_id: int, make: Callable[[], BackwardPass]) -> BackwardPass | None:
-        """Return the pass of that id, made here and now if it is new; None if it is over, or the context is."""
+        """Return the pass of that id, created if it is new; None if it or the context is over."""
         with self._lock:
             if self.released or pass_id in self.ended_passes:
                 return None
@@ -278,7 +278,7 @@ class DistAutogradContext:
             return current
 
     def bar_pass(self, pass_id: int, charge: Callable[[], None]) -> bool:
-        """Remember that a pass is over that was not begun here; False if it was. `charge` may refuse by raising."""
+        """Remember that a pass ended that never started here; False if it did. `charge` may refuse by raising."""
         with self._lock:
             if pass_id in self.passes:
                 return False
@@ -288,7 +288,7 @@ class DistAutogradContext:
             return True
 
     def end_pass(self, current: BackwardPass, is_committed: bool) -> None:
-        """A pass is decided: its gradients join those of the context, all or none."""
+        """End a decided pass: all of its gradients join the context, or none."""
         with self._lock:
             if is_committed and current.roots.joins_context and not self.released and current.gradients:
                 joined = dict(self.gradients)
@@ -311,11 +311,11 @@ class DistAutogradContext:
 
     @property
     def has_undecided_pass(self) -> bool:
-        """Whether a pass is done here and its root has not said yet whether it counts."""
+        """Return whether a pass has finished here, but its root has not reported yet whether it was committed."""
         return any(item.is_undecided for item in list(self.passes.values()))
 
     def wait_gradients(self, timeout_s: float) -> GradientTable:
-        """Return what committed passes have gathered here. Wait for a pass that is done here but not yet decided."""
+        """Return the sums of committed passes. Wait for a pass that has finished here but is not decided yet."""
         if self.passes and self.has_undecided_pass:
             deadline = time.monotonic() + timeout_s
             with while_waiting(), self._lock:
@@ -323,8 +323,8 @@ class DistAutogradContext:
                 while self.has_undecided_pass:
                     if time.monotonic() > deadline:
                         raise RpcTimeout(
-                            f"a backward pass of context {self.context_id} is done here, but its root has not said in "
-                            f"{timeout_s:g} s whether it counts"
+                            f"a backward pass of context {self.context_id} has finished on this worker, but its root "
+                            f"did not report within {timeout_s:g} s whether it was committed"
                         )
                     _interrupts.wait(self._changed, _SLICE_S)
         self.check_alive()
@@ -333,7 +333,7 @@ class DistAutogradContext:
     # -- end ---------------------------------------------------------------------------------------------------------
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Call back when the context is released; at once if it is."""
+        """Call back when the context is released, or at once if it was."""
         with self._lock:
             if self.released is None:
                 self._at_end.append(callback)
@@ -395,7 +395,7 @@ ENDED_PASS_BYTES: Final = 256
 
 
 class Quotas:
-    """What each worker has used of its budget."""
+    """How much of its budget each worker has used."""
 
     def __init__(self, own: int, limit_bytes: int) -> None:
         self._own = own  # whose own messages are not counted
@@ -404,7 +404,7 @@ class Quotas:
         self.used: dict[int, int] = {}  # by rank; at most one entry for each worker
 
     def charge(self, worker: int, context: DistAutogradContext, num_bytes: int) -> None:
-        """Count memory that a worker's message is about to take, until the context is released."""
+        """Count memory that a worker's message is about to use, until the context is released."""
         if worker == self._own:
             return
         with self._lock:
@@ -430,7 +430,7 @@ class Quotas:
                 self.used[worker] -= num_bytes
 
     def settle(self, context: DistAutogradContext) -> None:
-        """Give back all that was charged for a context, which was released."""
+        """Give back everything that was charged for a released context."""
         with self._lock:
             charges, context.charges = context.charges, None
             if charges:
@@ -439,17 +439,17 @@ class Quotas:
 
 
 MAX_WORKER = (1 << 16) - 1
-_MEMORY = 16_384  # of each worker: contexts it released that are remembered, so that a late message does not revive one
+_MEMORY = 16_384  # released contexts remembered for each worker, so that a late message does not revive one
 
 
 class IdSource:
-    """Gives out ids of one kind."""
+    """Generates ids of one kind."""
 
     def __init__(self, worker: int, first: int = 0) -> None:
         if not 0 <= worker <= MAX_WORKER:
             raise AutogradError(f"the rank of a worker must be between 0 and {MAX_WORKER}, not {worker}")
         self._base = worker << COUNTER_BITS
-        self._counter = itertools.count(max(1, first))  # safe in threads: each number is given out once
+        self._counter = itertools.count(max(1, first))  # thread-safe: each number is used once
 
     def next(self) -> int:
         counter = next(self._counter)
@@ -486,7 +486,7 @@ class DistAutogradContainer:
 
     @property
     def max_id(self) -> int:
-        """The highest id that this worker can give out."""
+        """The highest id that this worker can generate."""
         return (self.worker << COUNTER_BITS) | MAX_COUNTER
 
     def new_context(self) -> DistAutogradContext:
@@ -507,13 +507,13 @@ class DistAutogradContainer:
                 + (
                     f"It was released {where}"
                     if where
-                    else f"Worker {self.worker} has never had to do with it; pass the id that autograd.context() gave"
+                    else f"Worker {self.worker} has never taken part in it; pass the id that autograd.context() returned"
                 )
             )
         return context
 
     def get_or_create(self, context_id: int, sender: int) -> DistAutogradContext | None:
-        """Return the context of that id, made here if another worker made it; None if it was released."""
+        """Return the context of that id, created if another worker owns the id; None if it was released."""
         found = self.find(context_id)
         if found is not None:
             return found
@@ -528,11 +528,11 @@ class DistAutogradContainer:
             return made
 
     def release(self, context_id: int, where: str, worker: int | None = None) -> DistAutogradContext | None:
-        """Forget a context, and remember that it must not come back; None if it was not here."""
+        """Forget a context, and remember not to revive it; None if it was not here."""
         with self._lock:
             context = self._contexts.pop(context_id, None)
             if context_id not in self._released:
-                # What one worker releases pushes out its own oldest contexts alone.
+                # Releases of one worker evict only its own oldest contexts.
                 latest = self._released_by[self.worker if worker is None else worker]
                 latest.append(context_id)
                 self._released[context_id] = where
@@ -544,7 +544,7 @@ class DistAutogradContainer:
         return context
 
     def where_released(self, context_id: int) -> str | None:
-        """Return which worker released a context, and where; None if none did, as far as is remembered."""
+        """Return which worker released a context, and where; None if that is not known."""
         with self._lock:
             where = self._released.get(context_id)
         return where if where is None else clean(where)

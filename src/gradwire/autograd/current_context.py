@@ -2,9 +2,9 @@
 
 The context is a context variable, so it goes where Python carries those: into asyncio tasks, into callbacks of futures
 (`gradwire.rpc` runs them in the context in which they were added), and into threads started inside. Python does the last by
-itself only from 3.14 on, with ``thread_inherit_context``; before that, `carry_into_threads` teaches `threading.Thread.start`
-to do the same. There is no other place where the thread that starts and the thread that runs can both be met.
-Threads of torch's engine see it by the run that they work for.
+itself only from 3.14 on, with ``thread_inherit_context``; before that, `carry_into_threads` patches
+`threading.Thread.start`, which is the only place that sees both the starting and the
+started thread. Threads of torch's engine find the context through the run that they work for.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LocalRun(Protocol):
 
 
 current_run: Carried[LocalRun | None] = Carried("gradwire.autograd.run", None)
-"""What torch's engine runs, in all its threads."""
+"""The current run of torch's engine, in all its threads."""
 
 
 def current_context_id() -> int:
@@ -52,14 +52,14 @@ def current_context_id() -> int:
 
 
 def begin_run(run: LocalRun) -> LocalRun | None:
-    """Make a run the one that nodes report to, whichever thread of the engine they are in; return the one before."""
+    """Make nodes report to a run, in any thread of the engine; return the previous run."""
     run.thread = threading.get_ident()
     run.ambient_id = current_context_id()
     return current_run.set(run)
 
 
 def leave(token: contextvars.Token[int]) -> None:
-    """Go back to the context before; in another thread or task than the one that entered it, to none."""
+    """Return to the previous context; to none, in another thread or task than the one that entered it."""
     try:
         current_context.reset(token)
     except ValueError:
@@ -68,14 +68,14 @@ def leave(token: contextvars.Token[int]) -> None:
 
 @functools.cache
 def carry_into_threads() -> None:
-    """From now on, a thread started inside a context runs in it; called when the first worker is made."""
+    """Run threads that are started inside a context in that context; called when the first worker is created."""
     if getattr(sys.flags, "thread_inherit_context", False):
         return
     start = threading.Thread.start
 
     @functools.wraps(start)
     def start_inside(self: threading.Thread) -> Any:
-        # Only threads started inside a context: all others are left alone.
+        # Only threads started inside a context; all others stay as they are.
         if current_context.get():
             self.run = _inside(self, contextvars.copy_context())  # type: ignore[method-assign]
         return start(self)
@@ -84,7 +84,7 @@ def carry_into_threads() -> None:
 
 
 def _inside(thread: threading.Thread, surroundings: contextvars.Context) -> Callable[[], None]:
-    """Return what a thread runs, with the context variables of the code that starts it."""
+    """Return a `run` method with the context variables of the code that starts the thread."""
     run = thread.run
 
     def run_inside() -> None:

@@ -1,7 +1,8 @@
 """The distributed autograd graph of a context, as data, text and picture.
 
-`assemble` makes it from what the workers say (`worker_views.py`). Nothing they say is taken to be right: what does not fit
-together is left out, and the graph says how much that is.
+`assemble` builds it from the answers of the workers (`worker_views.py`). No answer is trusted: parts that do not fit
+together are
+left out, and the graph notes how many.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ _MOST_IN_SVG, _MOST_IN_MERMAID, _MOST_IN_DOT = 100, 200, 2_000
 
 
 class GraphWorker(msgspec.Struct, frozen=True):
-    """A worker that has to do with the context.
+    """A worker that takes part in the context.
 
     Attributes:
         name: The worker.
-        answered: Whether it said in time what it has; if not, only what others know of it is shown.
+        answered: Whether it answered in time; if not, only what others know of it is shown.
         num_sends: Messages that it sent with tensors that require grad.
-        num_recvs: Messages that it received likewise.
-        num_gradients: Leaves for which it has gradients in the context.
+        num_recvs: Messages that it received with such tensors.
+        num_gradients: Leaves whose gradients it holds in the context.
     """
 
     name: str
@@ -41,18 +42,18 @@ class GraphWorker(msgspec.Struct, frozen=True):
 
 
 class GraphNode(msgspec.Struct, frozen=True):
-    """Something that a worker did with tensors between messages.
+    """Operators that a worker ran between messages.
 
     Attributes:
         id: Name of the node in this graph.
-        worker: Where it is.
+        worker: Name of the worker.
         kind: ``"segment"``: operators that end in a message. ``"roots"``: operators that end in the roots. ``"received"``:
-            what came in a message, if no segment or several use it. ``"unknown"``: the worker did not say.
+            tensors of a message, if no segment or several use them. ``"unknown"``: the worker did not answer.
         operators: Names of operators in forward order, each once; the first few.
-        num_operators: How many there are.
+        num_operators: Number of operators.
         num_leaves: Parameters and other leaves that they use.
-        leaf_bytes: Size of these.
-        is_passed_on: What came was sent on untouched, so that its gradients can take a shortcut past this worker.
+        leaf_bytes: Size of these leaves.
+        is_passed_on: Received tensors were sent on untouched, so that their gradients can skip this worker.
     """
 
     id: str
@@ -69,16 +70,16 @@ class GraphMessage(msgspec.Struct, frozen=True):
     """A message with tensors that require grad: a send on one worker and a recv on another.
 
     Attributes:
-        message_id: Both have it.
-        source: Node that it left.
-        target: Node that it reached.
+        message_id: The same for both.
+        source: Node that sent it.
+        target: Node that received it.
         function: The function that was called, or whose result it is.
-        is_result: Whether it is the result.
-        site: Line of the program that sent it, if a line did.
+        is_result: Whether it is a result.
+        site: Line of the program that sent it; empty for results.
         num_tensors: Tensors in it that require grad.
-        num_bytes: Their size; None if the sender did not say.
-        has_arrived: Whether the receiver has it; True if the receiver did not say.
-        waits_for: Worker whose gradient for it is missing in a backward pass that is under way; empty if none is.
+        num_bytes: Their size; None if the sender did not answer.
+        has_arrived: Whether the receiver has it; True if the receiver did not answer.
+        waits_for: Worker whose gradient for it a running backward pass waits for; empty if none does.
     """
 
     message_id: int
@@ -94,17 +95,17 @@ class GraphMessage(msgspec.Struct, frozen=True):
 
 
 class DistributedGraph(msgspec.Struct, frozen=True):
-    """The graph that a backward pass of a context goes through, on all workers. `gradwire.autograd.graph` makes it.
+    """The graph that a backward pass of a context goes through, on all workers; `gradwire.autograd.graph` returns it.
 
     Notebooks show it as a picture. Nodes and messages are in forward order: gradients flow the other way.
 
     Attributes:
         context_id: The context.
-        workers: Those that have to do with it, the one that asked first.
-        nodes: What they did between messages.
+        workers: Workers that take part in it; first the one that asked.
+        nodes: Operators that they ran between messages.
         messages: From node to node, mostly of different workers.
-        links: Pairs of nodes of one worker, of which the second uses what the first made.
-        num_messages: How many there are in the context, as far as is known; more than in `messages` if it was shortened.
+        links: Pairs of nodes of one worker, of which the second uses results of the first.
+        num_messages: Known messages in the context; more than in `messages` if the graph was shortened.
     """
 
     context_id: int
@@ -116,14 +117,14 @@ class DistributedGraph(msgspec.Struct, frozen=True):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What is missing, in sentences."""
+        """Sentences that say what is missing."""
         notes = [f"{worker.name} did not answer." for worker in self.workers if not worker.answered]
         if self.num_messages > len(self.messages):
             notes.append(f"Shortened: {len(self.messages):,} of {self.num_messages:,} messages are shown.")
         return tuple(notes)
 
     def first(self, num_messages: int) -> DistributedGraph:
-        """Return the part with the first messages."""
+        """Return the part of the graph with the first messages."""
         if num_messages >= len(self.messages):
             return self
         messages = self.messages[:num_messages]
@@ -159,11 +160,11 @@ class DistributedGraph(msgspec.Struct, frozen=True):
         return f'<div style="overflow-x: auto">{self.to_svg()}</div>'
 
 
-# -- from what workers say ---------------------------------------------------------------------------------------------
+# -- assembly --------------------------------------------------------------------------------------------------------
 
 
 class _Draft:
-    """A node before it has its place."""
+    """A node before the nodes are sorted."""
 
     def __init__(self, worker: str, kind: NodeKind, segment: Segment | None = None) -> None:
         self.worker = worker
@@ -179,12 +180,12 @@ class _Draft:
 
 
 class _Assembly:
-    """Puts together what the two ends of each message say."""
+    """Combines what the two ends of each message report."""
 
     def __init__(self, views: Sequence[WorkerView]) -> None:
         self.views = {view.worker: view for view in views}
         self.drafts: list[_Draft] = []
-        self.sent: dict[int, tuple[str, MessageView]] = {}  # by message: the sender, and what it says
+        self.sent: dict[int, tuple[str, MessageView]] = {}  # by message: the sender, and its view
         self.received: dict[int, tuple[str, MessageView]] = {}
         self.sources: dict[int, _Draft] = {}
         self.targets: dict[int, _Draft] = {}
@@ -215,7 +216,7 @@ class _Assembly:
         return self.drafts[-1]
 
     def _add_worker(self, name: str, view: WorkerView) -> None:
-        """Add its segments and what connects them with each other and with what it received."""
+        """Add its segments, and the links between them and the messages that it received."""
         segments = {segment.message_id: segment for segment in view.segments}
         own = [item.message_id for item in view.sends if self.sent.get(item.message_id, ("",))[0] == name]
         made = {
@@ -246,7 +247,7 @@ class _Assembly:
         target.before.append(source)
 
     def _add_ends(self, message_id: int) -> None:
-        """Add nodes for ends of a message that no worker told of."""
+        """Add nodes for ends of a message that no worker reported."""
         if message_id not in self.sources:
             self.sources[message_id] = self._add(self.received[message_id][1].peer, "unknown")
         if message_id not in self.targets:
@@ -255,14 +256,14 @@ class _Assembly:
 
 
 def assemble(context_id: int, views: Sequence[WorkerView]) -> DistributedGraph:
-    """Make the graph of a context from what its workers say; the first is the one that asks."""
+    """Build the graph of a context from the views of its workers; the first is the one that asks."""
     parts = _Assembly(views)
     parts.run()
     position = {draft: number for number, draft in enumerate(_in_order(parts.drafts))}
     names = {draft: f"n{number}" for draft, number in position.items()}
 
     def is_forward(source: _Draft, target: _Draft) -> bool:
-        return position[source] < position[target]  # only what workers made up leads back
+        return position[source] < position[target]  # only false reports lead backward
 
     settlers = find_settlers(views)
     ids = [item for item in parts.targets if is_forward(parts.sources[item], parts.targets[item])]
@@ -283,10 +284,10 @@ def _message(parts: _Assembly, message_id: int, names: dict[_Draft, str], waits_
     sent, received = parts.sent.get(message_id), parts.received.get(message_id)
     view = (sent or received or ("", None))[1]
     assert view is not None
-    # A worker may not know the name of a function that came as a pickle; the caller does.
+    # A worker may not know the name of a function that arrived as a pickle; the caller does.
     function = view.function if received is None or not view.is_result else received[1].function or view.function
     receiver = parts.views.get(sent[1].peer) if sent is not None else None
-    # A list that was cut may have had it.
+    # The entry may have been in the part of a list that was cut.
     is_told = receiver is not None and receiver.answered and len(receiver.recvs) == receiver.num_recvs
     return GraphMessage(
         message_id,
@@ -315,7 +316,7 @@ def _in_order(drafts: Sequence[_Draft]) -> Iterable[_Draft]:
     done: dict[_Draft, None] = {}
     todo = iter(drafts)
     while len(done) < len(drafts):
-        if not ready:  # a circle: begin anywhere
+        if not ready:  # a cycle: start anywhere
             ready = [(0, number[next(draft for draft in todo if draft not in done)])]
         draft = drafts[heapq.heappop(ready)[1]]
         if draft in done:

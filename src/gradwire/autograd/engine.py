@@ -10,9 +10,10 @@ r"""Drives the backward passes of one worker, and ends its contexts.
        CommitPass          --------->  gradients join the context
                            ------------------------------------------>
 
-`BackwardState` decides, `BackwardPass` keeps what one pass has here, and the engine sends, runs and waits. A message of a
-pass that is over is ignored. A context ends on every worker that it has touched: each tells those that it exchanged messages
-with (`ReleaseContext`). One that loses the worker that would have told it asks the maker of the context (`HoldsContext`).
+`BackwardState` decides, `BackwardPass` holds the data of one pass, and the engine sends, runs and waits. A message of a
+pass that
+is over is ignored. A context ends on every worker that took part: each tells those that it exchanged messages with
+(`ReleaseContext`). A worker that loses the one that would have told it asks the creator of the context (`HoldsContext`).
 """
 
 from __future__ import annotations
@@ -88,13 +89,15 @@ from gradwire.wire.exceptions import clean
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
-_TELL_S = 0.2  # how long to wait for room when a worker that does not read is told of an end
+_TELL_S = 0.2  # how long to wait for a worker that does not read, when it is told of an end
 _CONNECT_S = 10.0
-_OWE_S = 0.02  # how long a commit may wait for a message that tells of it; the clock looks as often anyway
+_OWE_S = 0.02  # how long a commit may wait to travel with another message; the timer runs as often anyway
 _NOTHING_DUE: tuple[int, frozenset[int], float] = (NO_ID, frozenset(), 0.0)
-_FIRST_SLICE_S, _LAST_SLICE_S = 50e-6, 1e-3  # how long a gate waits before it lets its thread run what is ready
+_FIRST_SLICE_S, _LAST_SLICE_S = 50e-6, 1e-3  # how long a gate waits before its thread runs the nodes that are ready
 _NEVER = float("inf")
-_READ_S = 0.001  # how long a thread reads before it sleeps; it would not notice what others do for the pass meanwhile
+_READ_S = (
+    0.001  # how long a thread reads before it sleeps; meanwhile it does not notice what other threads do for the pass
+)
 
 
 def is_about_pass(pass_id: int, note: Any) -> bool:
@@ -106,7 +109,7 @@ _lock = threading.Lock()  # guards _made
 
 
 def attach(agent: Agent) -> None:
-    """Give a new worker distributed autograd."""
+    """Attach distributed autograd to a new worker."""
     carry_into_threads()
     made = agent.extensions[EXTENSION] = DistEngine(agent)
     with _lock:
@@ -128,15 +131,15 @@ class DistEngine:
         self._own = agent.info.id
         self.worker = agent.info.name
         self._names: dict[int, str] = {}  # of workers, by rank; forgotten with a worker
-        self.lost: set[int] = set()  # ranks of workers whose end was noticed and that have not been connected since
+        self.lost: set[int] = set()  # ranks of workers that were lost and have not been connected since
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
-        self._last_participants: set[int] = set()  # ranks, of the last pass from here: the next may well have the same
-        # Passes that count, by context: the pass, ranks of workers that are to be told, and when at the latest. Changed by
+        self._last_participants: set[int] = set()  # ranks in the last pass from here: the next one often has the same
+        # Committed passes, by context: the pass, the ranks that have to be told, and the deadline for that. Changed by
         # single operations only.
         self.due: dict[int, tuple[int, frozenset[int], float]] = {}
-        self._has_owed = False  # a commit since the last look of the clock
+        self._has_owed = False  # a commit since the timer last ran
         self.num_passes = 0
-        self.num_refused = 0  # messages about contexts or passes that their senders have no part in
+        self.num_refused = 0  # messages about contexts or passes that their senders do not take part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
@@ -156,7 +159,7 @@ class DistEngine:
         return name
 
     def heard_of(self, worker: WorkerInfo) -> None:
-        """A worker that counts as lost is connected, maybe again."""
+        """Note that a worker that counted as lost is connected."""
         if not self._agent.has_ended(worker.name):
             self.lost.discard(worker.id)
 
@@ -183,7 +186,7 @@ class DistEngine:
         *,
         joins_context: bool = True,
     ) -> GradientTable:
-        """Run a pass from here and wait until it is over everywhere; return the gradients found here."""
+        """Run a pass from here and wait until it has ended everywhere; return the gradients computed here."""
         start = check_roots(roots, gradients, inputs, joins_context)
         context = self.container.find(context_id) or self.container.retrieve(context_id)
         pass_id = self.container.new_message_id()
@@ -192,7 +195,7 @@ class DistEngine:
             self.tell_due()
         current = context.begin_pass(pass_id, make)
         if current is None:
-            raise UnknownContext(f"context {context_id} was released while backward began")
+            raise UnknownContext(f"context {context_id} was released while backward was starting")
         self.num_passes += 1
         if current_graph_task_id() != NO_GRAPH_TASK:  # in a hook
             current.runs_in = self._choose_runner()
@@ -229,14 +232,14 @@ class DistEngine:
         return 0 if run is not None and run.thread == here else here
 
     def _leave(self, current: BackwardPass) -> None:
-        """Backward ends by Ctrl-C: the others must not wait for this worker."""
+        """End a pass after Ctrl-C: the others must not wait for this worker."""
         if not current.state.is_over:
             self.fail(current, AutogradError("backward was interrupted"), "backward")
         self._tell_all(current.followers, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
     def _wait_over(self, current: BackwardPass) -> None:
         with while_waiting():
-            # This thread takes part if torch is set up in it as in those that run passes otherwise.
+            # This thread helps if torch is configured in it as in the threads that usually run passes.
             is_plain = torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())
             if is_plain and current.runs_in is None:
                 self._read_along(current)
@@ -244,17 +247,17 @@ class DistEngine:
                 self._wait(current, None)
 
     def _read_along(self, current: BackwardPass) -> None:
-        """Read what gradients and reports are likely to come over, for a moment: that spares waking threads for them."""
-        is_own = functools.partial(is_about_pass, current.pass_id)  # others' passes run their users' code
+        """Read the connections that gradients and reports will use, for a moment: that saves waking threads for them."""
+        is_own = functools.partial(is_about_pass, current.pass_id)  # messages of other passes may run user code
         ranks = current.context.known_workers | self._last_participants
         while not current.state.is_over:
             if not self._agent.server.take_notices(ranks, _READ_S, lambda: current.state.is_over, is_own):
                 return
 
     def _wait(self, current: BackwardPass, send: int | None, devices: Sequence[torch.device] = ()) -> None:
-        """Wait until a send is settled, or the pass over, and look after the pass meanwhile.
+        """Wait until a send is settled or the pass is over, and watch the pass meanwhile.
 
-        A run that has nodes on these devices goes on there, and has nodes for this thread from time to time.
+        A run with nodes on these devices continues there, and has nodes for this thread from time to time.
         """
         detector = current.detector
         if detector is None:
@@ -273,13 +276,13 @@ class DistEngine:
         if current.state.is_over:
             current.detector = None  # it holds the pass: the two would stay until the garbage collector comes
 
-    # -- what the state decides ----------------------------------------------------------------------------------------
+    # -- actions ------------------------------------------------------------------------------------------------------
 
     def _perform(self, current: BackwardPass, actions: Sequence[Action]) -> None:
-        """Do what the state of a pass decided; whatever goes wrong, in code of the user too, ends the pass."""
+        """Perform the actions of a pass; any error, also in user code, ends the pass."""
         operation = ""
         try:
-            # What follows from a run is not done inside it: chains of runs may be long.
+            # Actions that follow from a run are not performed inside it: chains of runs may be long.
             while actions:
                 runs: list[RunComponent] = []
                 following: list[Action] = []
@@ -307,7 +310,7 @@ class DistEngine:
             pass
         except BaseException as error:  # the user's hooks and functions may raise SystemExit, too
             self.fail(current, error, operation)
-            # In a service thread it comes from code of the user, and would end the reading of a connection.
+            # In a service thread it comes from user code, and would stop the reader of a connection.
             if isinstance(error, KeyboardInterrupt) and not self._agent.reactor.is_service_thread():
                 raise
 
@@ -338,7 +341,7 @@ class DistEngine:
             self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
 
     def _report(self, current: BackwardPass, report: Report) -> list[Action]:
-        """Everything here is done: tell the root. Return what follows, on the root."""
+        """Report to the root that everything here is done; on the root, return the next actions."""
         current.run_hooks()
         if current.root == self._own:
             return current.report_received(self._own, report)
@@ -360,7 +363,7 @@ class DistEngine:
             current.context.context_id, current.pass_id, current.options, items, introduction, report
         )
         if peer == self._own:
-            # As on the way to others, they are captured: two leaves, or a leaf and the caller's gradient, share no memory.
+            # Captured as gradients for other workers are: two leaves, or a leaf and the caller's gradient, share no memory.
             values = [tensor.to("cpu", copy=True) for tensor in tensors]
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
@@ -372,7 +375,7 @@ class DistEngine:
     def _on_propagate(self, sender: WorkerInfo, message: PropagateGradients, tensors: list[torch.Tensor]) -> None:
         if sender.id in self.lost:
             self.heard_of(sender)
-            if sender.id in self.lost:  # a late message: what it says was settled when its sender was lost
+            if sender.id in self.lost:  # a late message: its sends were settled when the sender was lost
                 return
         current = self._find_or_begin(message, sender)
         if current is not None:
@@ -385,13 +388,13 @@ class DistEngine:
                 self.fail(current, error, f"taking gradients from {sender.name}")
             else:
                 self._perform(current, actions)
-        if message.report is not None:  # the gradients that came with it are taken by now
+        if message.report is not None:  # after the gradients that came with it
             self._take_report(sender, message.context_id, message.pass_id, message.report)
 
     def _find_or_begin(self, message: PropagateGradients, sender: WorkerInfo) -> BackwardPass | None:
-        """Return the pass a message belongs to, begun here if need be; None if it is over, or cannot be begun here.
+        """Return the pass of a message, started here if necessary; None if it is over, or cannot be started here.
 
-        Any worker of the context may be the first to tell of a pass. It is made known to this one by forward messages alone.
+        The first message of a pass may come from any worker known from forward messages of the context.
         """
         context = self.container.find(message.context_id)
         current = context.passes.get(message.pass_id) if context is not None else None
@@ -421,7 +424,7 @@ class DistEngine:
         return current
 
     def _trim(self, introduction: Introduction) -> Introduction:
-        """Return the same without shortcuts to workers that are out of reach, now."""
+        """Return an introduction without shortcuts to workers that cannot be reached now."""
         kept = [item for item in introduction.shortcuts if all(self._is_near(route[0]) for route in item[1])]
         return msgspec.structs.replace(introduction, shortcuts=tuple(kept))
 
@@ -461,10 +464,11 @@ class DistEngine:
             self._answer(sender, context_id, pass_id, commits=False)
 
     def _answer(self, sender: WorkerInfo, context_id: int, pass_id: int, *, commits: bool = True) -> None:
-        """Tell a worker how a pass has ended that was begun here. The passes of a context that is over count as failed.
+        """Tell a worker how a pass of this root has ended. The passes of a released context count as failed.
 
-        A worker that joins late, by a message of one that died, was not told with the others. One that asks for the end of a
-        pass may have reported, with a report that never came here. Both wait for a word from here.
+        A worker that joined late, because of a message of a dead worker, was not told with the others. A worker that
+        asks how a
+        pass ended may have reported, with a report that never arrived. Both wait for this answer.
         """
         context = self.container.find(context_id)
         is_committed = context.ended_passes.get(pass_id, False) if context is not None else False
@@ -475,13 +479,14 @@ class DistEngine:
             self.tell(sender.id, "autograd.commit", CommitPass(context_id, pass_id))
 
     def owe_commit(self, context_id: int, pass_id: int, ranks: Collection[int]) -> None:
-        """A pass counts, and these workers are to be told; not yet: often what is sent next tells them, too.
+        """Schedule the commit for these workers; it often travels with the next message.
 
-        The end of the context does, and a step of an optimizer. Any other call from here tells them first, so that no worker
-        is asked for gradients that it would have to wait for. The clock sees to it that they are told in any case.
+        The end of the context carries it, and so does the step of an optimizer. Any other call sends it first, so that
+        no worker
+        is asked for gradients that it would have to wait for. A timer sends it in any case.
         """
         if self.container.find(context_id) is None:
-            return  # they are told of that
+            return  # they are told of its end
         when = time.monotonic() + _OWE_S
         earlier, self.due[context_id] = self.due.get(context_id), (pass_id, frozenset(ranks), when)
         if earlier is not None:
@@ -490,37 +495,38 @@ class DistEngine:
         self._agent.reactor.expect(when)
 
     def take_due(self, context_id: int, ranks: Collection[int]) -> tuple[int, Set[int]]:
-        """Return the pass whose commit the caller tells those workers of, and which of them; tell the others now."""
+        """Return the pass whose commit the caller sends, and to which of these workers; send it to the others now."""
         pass_id, waiting, _ = self.due.pop(context_id, _NOTHING_DUE)
         told = waiting.intersection(ranks)
         self._tell_all(waiting - told, "autograd.commit", CommitPass(context_id, pass_id))
         return pass_id, told
 
     def tell_due(self) -> None:
-        """Tell workers of passes that count, before anything else tells them."""
+        """Send all scheduled commits now."""
         for context_id in list(self.due):
             self.take_due(context_id, ())
 
     def _sweep(self, now: float) -> float:
-        """Have commits told that are due; return when to look again."""
+        """Send the commits that are due; return when to run again."""
         first = min([when for _, _, when in list(self.due.values())], default=float("inf"))
         if first <= now:
             self._agent.reactor.run_soon(self.tell_due)
-        # Where passes follow each other, most commits are told by now; but each of the next ones would wake the clock again.
+        # In a training loop most commits are sent by now; but each of the next ones would wake the timer again.
         is_in_demand, self._has_owed = self._has_owed, False
         return min(first if first > now else float("inf"), now + _OWE_S if is_in_demand else float("inf"))
 
     def on_commit(self, sender: WorkerInfo, message: CommitPass, _: Sequence[torch.Tensor] = ()) -> None:
-        """The root of a pass says that it is committed, by a notice or with what follows."""
+        """Handle the commit of a pass, which its root sent as a notice or with another message."""
         context = self.container.find(message.context_id)
         current = context.passes.get(message.pass_id) if context is not None else None
         if current is not None and current.root == sender.id and current.commit_received() and current.charged:
             self.container.quotas.refund(current.context, *current.charged)
 
     def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
-        """Something went wrong here: the pass ends, and the other workers are told.
+        """End a pass because of an error here, and tell the other workers.
 
-        One that has reported leaves that to the root, which may have committed meanwhile: then the gradients here count.
+        A worker that has reported leaves that to the root, which may have committed already: then the gradients here
+        are valid.
         """
         if not current.state.is_over:
             self._abort(current, self.failure(error, operation))
@@ -534,7 +540,7 @@ class DistEngine:
         *,
         is_final: bool = False,
     ) -> None:
-        """End a pass without gradients, and tell whom the state names."""
+        """End a pass without gradients, and tell the workers that the state names."""
         abort = current.abort(failure, sender, is_final=is_final)
         if abort is None:
             return
@@ -543,7 +549,7 @@ class DistEngine:
         if abort.peers:
             note = note or AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
             is_told = self._tell_all(abort.peers, "autograd.abort", note)
-            if not (abort.ends or is_told):  # the root is gone: no word can come
+            if not (abort.ends or is_told):  # the root is gone, so no decision can arrive
                 self._abort(current, failure, note, is_final=True)
 
     def _on_abort(self, sender: WorkerInfo, message: AbortPass, _: list[torch.Tensor]) -> None:
@@ -559,7 +565,7 @@ class DistEngine:
             self._answer(sender, message.context_id, message.pass_id)
 
     def _may_abort(self, context: DistAutogradContext, message: AbortPass, sender: int) -> bool:
-        """Whether a worker may end a pass; one that is not here cannot be begun then: messages may overtake each other."""
+        """Return whether a worker may end a pass; an unknown pass cannot start later: messages may overtake each other."""
         is_known = context.knows(sender) or sender == creator_of(message.pass_id)
         charge = functools.partial(self.container.quotas.charge, sender, context, ENDED_PASS_BYTES)
         current = context.passes.get(message.pass_id)
@@ -569,7 +575,7 @@ class DistEngine:
                     return is_known
             except LimitExceeded:  # the sender has ended too many
                 return False
-            current = context.passes.get(message.pass_id)  # begun meanwhile
+            current = context.passes.get(message.pass_id)  # started meanwhile
         return is_known or current is None or current.may_abort(sender, message)
 
     def _take_abort(self, current: BackwardPass, message: AbortPass, sender: int | None = None) -> None:
@@ -594,10 +600,10 @@ class DistEngine:
     def describe(self, failure: BaseException) -> Any:
         return exceptions.describe_exception(failure, self.worker, self._agent.config.limits)
 
-    # -- telling others --------------------------------------------------------------------------------------------------
+    # -- notices ---------------------------------------------------------------------------------------------------------
 
     def _tell_all(self, ranks: Iterable[int], name: str, note: Any) -> bool:
-        """Send a notice to several workers; return whether any of them is there."""
+        """Send a notice to several workers; return whether any of them can be reached."""
         is_any_told = False
         for rank in ranks:
             if rank != self._own:
@@ -605,8 +611,8 @@ class DistEngine:
         return is_any_told
 
     def tell(self, rank: int, name: str, note: Any, *, is_urgent: bool = True) -> bool:
-        """Send a notice; False if the worker is gone. Another thread goes on trying if it `is_urgent` and is not read."""
-        deadline = time.monotonic() + _TELL_S if is_urgent else None  # None: as much time as a call has
+        """Send a notice; False if the worker is gone. If an urgent one is not read, another thread keeps trying."""
+        deadline = time.monotonic() + _TELL_S if is_urgent else None  # None: the timeout of a call
         try:
             to = self._names.get(rank) or self.name_of(rank)
             if rank in self.lost and self._agent.notices.is_out_of_reach(to):
@@ -614,7 +620,7 @@ class DistEngine:
             self._agent.notices.send(to, name, note, (), deadline)
         except RpcTimeout:
             if is_urgent:
-                # If its connection is cut off meanwhile, it takes this worker for dead, and needs to be told nothing more.
+                # If its connection breaks meanwhile, it considers this worker dead and needs no notice.
                 again = functools.partial(self.tell, rank, name, note, is_urgent=False)
                 self._agent.reactor.run_soon(again)
             return is_urgent
@@ -625,7 +631,7 @@ class DistEngine:
     # -- the end of contexts ---------------------------------------------------------------------------------------------
 
     def release(self, context_id: int) -> bool:
-        """End a context, here and on every worker it has touched; False if it was not here."""
+        """Release a context on every worker that took part; False if it was not here."""
         return self._release(context_id, f"on worker {self.worker} at {find_call_site()}")
 
     def _release(self, context_id: int, where: str, sender: int | None = None, *, is_suspected: bool = False) -> bool:
@@ -636,7 +642,7 @@ class DistEngine:
         for current in list(context.passes.values()) if context.passes else ():
             if not is_suspected and current.drop():
                 continue
-            # No gradients of it can be asked for any more, however it ends.
+            # Its gradients can no longer be read, whether it is committed or not.
             failure = self.failure(UnknownContext(f"the context was released {clean(where)}"), "waiting")
             self._abort(current, failure, is_final=True)
         others = context.known_workers - {sender, self._own}
@@ -650,20 +656,22 @@ class DistEngine:
         context = self.container.find(message.context_id)
         if context is not None and not (sender.id in context.known_workers or context.knows(sender.id)):
             self.num_refused += 1
-        elif context is not None and message.is_suspected:  # the maker may live, and be in reach from here
+        elif context is not None and message.is_suspected:  # the creator may be alive, and reachable from here
             self.ask_soon(message.context_id)
         else:
             self._release(message.context_id, message.where, sender.id)
 
     def ask_soon(self, context_id: int) -> None:
-        """Ask to be told of the end of a context; elsewhere: this thread may hold a connection, and it may take a while."""
+        """Ask to be told of the end of a context, in another thread: this one may hold a connection."""
         if creator_of(context_id) != self._own:
             self._agent.reactor.run_soon(functools.partial(self._ask_to_be_told, context_id))
 
     def _ask_to_be_told(self, context_id: int) -> None:
         creator = creator_of(context_id)
         if not self.tell(creator, "autograd.holds", HoldsContext(context_id), is_urgent=False):
-            where = f"because worker {creator}, which made it, cannot be reached, nor who brought it to {self.worker}"
+            where = (
+                f"because worker {creator}, which made it, and the worker that sent it to {self.worker} are unreachable"
+            )
             self._release(context_id, where, creator, is_suspected=True)
 
     def _on_holds(self, sender: WorkerInfo, message: HoldsContext, _: list[torch.Tensor]) -> None:
@@ -676,18 +684,18 @@ class DistEngine:
             where = self.container.where_released(context_id) or f"on worker {self.worker} long ago"
             self.tell(sender.id, "autograd.release", ReleaseContext(context_id, where[:WHERE_CHARS]))
 
-    # -- workers that are gone -----------------------------------------------------------------------------------------
+    # -- lost workers -------------------------------------------------------------------------------------------------
 
     def _on_worker_lost(self, address: WorkerAddress, reason: str) -> None:
-        """Passes go on without the worker, or fail; contexts end with the worker that made them."""
+        """Continue passes without the worker, or fail them; release the contexts that the worker created."""
         rank, name = address.info.id, address.info.name
         self.lost.add(rank)
-        self._tried.discard(rank)  # if it comes back, there may be a way
+        self._tried.discard(rank)  # if it comes back, a connection may be possible
         self._names.pop(rank, None)
         orphans, brought = [], []
         for context in self.container:
             for current in list(context.passes.values()):
-                # Elsewhere: this thread may hold a connection, and telling the others may take a while.
+                # In another thread: this one may hold a connection, and sending to the others may take long.
                 self._agent.reactor.run_soon(functools.partial(self._without_worker, current, rank, name, reason))
             creator = creator_of(context.context_id)
             if creator == rank:
@@ -713,7 +721,7 @@ class DistEngine:
             self._perform(current, actions)
 
     def _on_cut(self, name: str) -> None:
-        """A connection ended, though not the worker: gradients, or the end of a context, may be lost with it."""
+        """Handle a lost connection to a live worker: gradients, or the end of a context, may be lost with it."""
         rank = self._agent.directory.find(name).info.id
         error = WorkerLost(f"the connection to worker {name} was cut off", name)
         for context in self.container:
@@ -732,8 +740,8 @@ class _Run:
     def __init__(self, engine: DistEngine, current: BackwardPass, action: RunComponent) -> None:
         self._engine = engine
         self._pass = current
-        self._action = action  # the component, and the sends that may have a gradient
-        self.following: list[Action] = []  # what is to be done when it has ended, apart from that it has ended
+        self._action = action  # the component, and its sends that may have a gradient
+        self.following: list[Action] = []  # actions to perform when it has ended
         self.thread = self.ambient_id = 0
         self._devices: Sequence[torch.device] = ()  # those of a run that has gates
 
@@ -741,7 +749,7 @@ class _Run:
         """Run the component; return the gradients of its leaves."""
         current, index, sends = self._pass, self._action.index, self._action.sends
         direct = current.graph.direct[index]
-        if direct is not None and current.roots.inputs is None:  # those may be what passes through
+        if direct is not None and current.roots.inputs is None:  # those may be tensors that are passed on
             return self._take_directly(direct)
         has_roots = current.graph.components[index].has_roots
         sources = Sources(current.roots.tensors, current.roots.gradients) if has_roots else Sources()
@@ -760,7 +768,7 @@ class _Run:
         return run_component(self, sources, current.inputs_of(index), current.options, current.context)
 
     def _take_directly(self, targets: Sequence[torch.Tensor | tuple[int, int]]) -> Found:
-        """What came for a send is the gradient of leaves, and of tensors that came from others and went on untouched."""
+        """Return the answer for a send directly: its tensors are leaves, or were received and passed on untouched."""
         current = self._pass
         gradients = current.gradients_of(self._action.sends[0])
         found: Found = []
@@ -778,13 +786,13 @@ class _Run:
         return found
 
     def fire(self, context_id: int, message_id: int, gradients: Gradients) -> None:
-        """The engine reached a recv: its gradients go to the worker that sent the message."""
+        """Send the gradients of a recv that the engine reached to the worker that sent the message."""
         current = self._pass
         recv = current.recvs.get(message_id)
         if context_id != current.context.context_id or recv is None:
             raise AutogradError(
-                f"the loss depends on a tensor that came from another worker in context {context_id}, but this is a pass of "
-                f"context {current.context.context_id}; detach it, or do both in one context"
+                f"the loss depends on a tensor received from another worker in context {context_id}, but this is a "
+                f"pass of context {current.context.context_id}; detach it, or make both calls in one context"
             )
         firing = current.fire(message_id)
         if firing is None:
@@ -792,34 +800,34 @@ class _Run:
         if firing.routes is not None:
             self._follow_shortcut(recv, firing.routes, gradients)
         else:
-            # Leaves, and hooks of this node, come after it.
+            # Leaves, and hooks of this node, run after it.
             is_last = firing.is_last and not (current.graph.has_leaves or recv.node.is_watched)
             self._answer(recv, gradients, firing.is_lost, is_last)
 
     def _answer(
         self, recv: RecordedRecv, gradients: Gradients, is_lost: bool, is_last: bool, via: int | None = None
     ) -> None:
-        """Send what there is for a message; via another worker, if that is how its tensors came here."""
+        """Send the answer for a message; via another worker, if its tensors came that way."""
         engine, current = self._engine, self._pass
         recorded_id = engine.container.new_message_id() if current.options.create_graph else NO_ID
         items, tensors = pack_answer(current.context, recv, gradients, recorded_id, via)
         if not tensors:
             if not is_lost and recv.peer not in engine.lost:
                 engine._post(current, recv.peer, items)
-        elif is_lost:  # even if it lives after all: what it would send back was settled without it
+        elif is_lost:  # even if it is alive after all: its sends were settled without it
             peer = engine._agent.peers.peer(engine.name_of(recv.peer))
-            raise peer.lost("its end was noticed before there was a gradient for it")
-        elif is_last and recv.peer == current.root:  # one message for both: what is left of the run is its end
+            raise peer.lost("it was lost before its gradient was ready")
+        elif is_last and recv.peer == current.root:  # one message for both: nothing else of the run is left
             engine._post(current, recv.peer, items, tensors, current.report_early())
         else:
             engine._post(current, recv.peer, items, tensors)
 
     def _follow_shortcut(self, recv: RecordedRecv, routes: Sequence[Any], gradients: Gradients) -> None:
-        """A worker has only passed a message on: its gradients go to where its tensors came from."""
+        """Send the gradients of a message that a worker only passed on to the workers that its tensors came from."""
         current = self._pass
         settled: dict[int, Gradients | None] = {}
         for (worker, message_id), answer in follow_routes(recv, routes, gradients).items():
-            if worker == current.own:  # captured, as on the way to others: two leaves share no memory
+            if worker == current.own:  # captured, as for other workers: two leaves share no memory
                 settled[message_id] = answer and current.capture(message_id, answer)
             else:
                 origin = RecordedRecv(message_id, worker, recv.function, recv.node)
@@ -829,14 +837,14 @@ class _Run:
             component = current.graph.components[self._action.index]
             if len(component.sends) + component.has_roots == 1:
                 self.following += actions
-            elif actions:  # with several sources, this run may wait for what follows from its own beginning
+            elif actions:  # with several sources, this run may wait for an action that its own start caused
                 self._engine._perform_soon(current, actions)
 
     def gradients_of(self, message_id: int) -> Gradients:
         return self._pass.gradients_of(message_id)
 
     def wait_settled(self, message_id: int) -> None:
-        """The local engine stands still until a send is settled."""
+        """Block the local engine until a send is settled."""
         current = self._pass
         if not current.state.is_settled(message_id):
             with while_waiting():

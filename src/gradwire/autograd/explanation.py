@@ -1,4 +1,4 @@
-"""Asks the workers of a context: the stall probe of a pass, and `explain` and `graph` for people."""
+"""Queries to the workers of a context: the stall probe of a pass, `explain` and `graph`."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ if TYPE_CHECKING:
 
 
 _ANSWER_S = 2.0
-_QUICK_S = 0.1  # for those who are asked last
+_QUICK_S = 0.1  # for the workers that are asked last
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Who waits for whom in a context. ``str()`` is for people, `as_json` for programs.
+    """Which worker waits for which in a context. ``str()`` returns text for people, `as_json` data for programs.
 
     Attributes:
         context_id: The context.
-        workers: What each worker that has to do with it says.
+        workers: The answer of each worker that takes part in it.
     """
 
     context_id: int
     workers: tuple[WorkerView, ...]
 
     def as_json(self) -> str:
-        """The same as a JSON text."""
+        """Return all attributes as JSON."""
         return json.dumps(msgspec.to_builtins(self), indent=2)
 
     def __str__(self) -> str:
@@ -79,14 +79,14 @@ def _describe_pass(worker: str, current: PassView, settlers: Mapping[int, str]) 
     for send in current.waiting:
         settler = settlers[send.message_id]
         way = f", which passed it on to {settler} untouched" if settler != send.peer else ""
-        stands = "; a run of the local engine stands still for it" if send.is_gate else ""
+        stands = "; a run of the local engine is blocked on it" if send.is_gate else ""
         what = f"send {send.message_id:#x} of {send.function} ({send.site}) on worker {worker} to {send.peer}"
         lines.append(f"      {worker} waits for {settler}: {what}{way}{stands}")
     return lines
 
 
 class Prober:
-    """Asks other workers about contexts and passes, and answers such questions."""
+    """Asks other workers about contexts and passes, and answers their questions."""
 
     def __init__(
         self, agent: Agent, container: DistAutogradContainer, lost: Collection[int], name_of: Callable[[int], str]
@@ -99,14 +99,14 @@ class Prober:
         agent.server.register_control("autograd.explain", self._on_explain, Id)
 
     def _label_of(self, rank: int) -> str:
-        """Return what to call a worker in messages to people, though another one may have made it up."""
+        """Return a name for a worker in texts; a peer may have invented its rank."""
         try:
             return self._name_of(rank)
         except UnknownWorker:
             return f"rank {rank}"
 
     def probe(self, current: BackwardPass, limit_s: float = _ANSWER_S) -> dict[int, PassSnapshot]:
-        """Ask every worker known to take part in a pass what it waits for; it may take that long, all in all."""
+        """Ask every worker known to take part in a pass what it waits for, within `limit_s` in total."""
         until = time.monotonic() + min(limit_s, _ANSWER_S)
         known = current.participants()
         found = {self._container.worker: current.snapshot(self._agent.info.name, self._name_of)}
@@ -116,7 +116,7 @@ class Prober:
 
     def _on_probe(self, sender: WorkerInfo, context_id: int, pass_id: int) -> Any:
         if creator_of(pass_id) != sender.id:
-            raise AutogradError(f"{sender.name} asked about a backward pass that it has not begun")
+            raise AutogradError(f"{sender.name} asked about a backward pass that it did not start")
         context = self._container.find(context_id)
         current = context.passes.get(pass_id) if context is not None else None
         name = self._agent.info.name
@@ -139,13 +139,13 @@ class Prober:
         until = time.monotonic() + timeout_s
         ids = (context.context_id,)
         self._explore(found, (), "autograd.explain", ids, WorkerView, lambda item: item.known_workers, until)
-        # A worker is called what it is called here, whatever it says.
+        # The name that this worker knows counts, whatever the answer says.
         return {rank: msgspec.structs.replace(view, worker=self._label_of(rank)) for rank, view in found.items()}
 
     def _on_explain(self, sender: WorkerInfo, context_id: int) -> Any:
         context = self._container.find(context_id)
         if context is not None and self._agent.trust == "data" and not context.knows(sender.id):
-            raise AutogradError(f"{sender.name} asked about a context that it has no part in")
+            raise AutogradError(f"{sender.name} asked about a context that it does not take part in")
         view = self._view(context) if context is not None else WorkerView(self._agent.info.name)
         return msgspec.to_builtins(view)
 
@@ -153,7 +153,7 @@ class Prober:
         # Copies first: more may be recorded meanwhile.
         sends, recvs, passes = dict(context.sends), dict(context.recvs), list(context.passes.values())
         listed = dict(first(sends.items()))
-        # What is inside is the owner's own business where workers do not share code.
+        # With trust="data", workers do not show each other their operators.
         segments = find_segments(listed, recvs, roots, has_contents=self._agent.trust == "code")
         return WorkerView(
             self._agent.info.name,
@@ -202,7 +202,7 @@ class Prober:
         peers_of: Callable[[Any], Iterable[int]],
         until: float,
     ) -> None:
-        """Ask on, from the workers that are known to those they name, until none is new."""
+        """Ask the known workers and those that they name, until no new one is named."""
         todo = set(known)
         there: set[int] | None = None
         while True:
@@ -220,7 +220,7 @@ class Prober:
     def _ask(
         self, ranks: Iterable[int], operation: str, args: tuple[Any, ...], kind: Any, limit_s: float
     ) -> dict[int, Any]:
-        """Ask workers at once; those that are gone, or do not answer in time or as they should, give an empty answer."""
+        """Ask workers in parallel; a lost worker, or one without a valid answer in time, counts as an empty answer."""
         names = {rank: self._name_of(rank) for rank in ranks}
         asked = [name for rank, name in names.items() if rank not in self._lost]
         answers = self._agent.ask_all(asked, operation, args, limit_s, kind)
@@ -229,13 +229,13 @@ class Prober:
 
 
 def waiting_text(snapshots: Mapping[int, PassSnapshot]) -> str:
-    """Say in one sentence what the participants of a pass wait for."""
+    """Return one sentence on what the participants of a pass wait for."""
     lines = [str(send) for item in snapshots.values() for send in item.waiting]
     busy = [item.worker for item in snapshots.values() if item.num_running]
-    text = "no gradient has come for " + "; ".join(lines) if lines else ""
+    text = "no gradient has arrived for " + "; ".join(lines) if lines else ""
     if busy:
-        text += f"{'; ' if text else ''}{', '.join(busy)} still compute"
-    return text or "no worker says what it waits for"
+        text += f"{'; ' if text else ''}still computing: {', '.join(busy)}"
+    return text or "no worker reports what it is waiting for"
 
 
 prepare(PassSnapshot)

@@ -2,7 +2,7 @@
 
     worker A                                        worker B
     tensors --> SendFunction      === message ==>   RecvFunction --> tensors
-    (backward: returns what came)  <== gradients =  (backward: sends what it gets)
+    (backward: returns them)       <== gradients =  (backward: sends them)
 
 A send's node has the sent tensors' gradient edges behind it. A recv's node has the received tensors in front of it: they
 are ordinary non-leaf tensors, which may be changed in place. Both know only their message's id; what to do in backward is
@@ -25,17 +25,17 @@ Gradients = Sequence[torch.Tensor | None]
 
 
 ANCHOR = torch.zeros((), requires_grad=True)
-"""Every recv leads here: asking the engine for this leaf makes it run the recvs. It never gets a gradient."""
-_anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared for every recv anew
+"""Every recv leads to this leaf: asking the engine for it makes it run the recvs. It never gets a gradient."""
+_anchored = ANCHOR.view_as(ANCHOR)  # so that it need not be prepared again for every recv
 
 
 class SendFunction(torch.autograd.Function):
-    """Stands for a message that left. Its one output has no elements; it is only a handle on the node."""
+    """Stands for a sent message. Its one output has no elements; it is only a handle on the node."""
 
     @staticmethod
     def forward(ctx: Any, message_id: int, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.message_id = message_id
-        ctx.materialize_grads = False  # what set_materialize_grads does
+        ctx.materialize_grads = False  # the same as set_materialize_grads
         return torch.empty(0)
 
     @staticmethod
@@ -47,7 +47,7 @@ class SendFunction(torch.autograd.Function):
 
 
 class RecvFunction(torch.autograd.Function):
-    """Stands for a message that arrived. Its outputs are the very tensors that came: nothing is copied."""
+    """Stands for a received message. Its outputs are the received tensors themselves: nothing is copied."""
 
     @staticmethod
     def forward(
@@ -60,7 +60,7 @@ class RecvFunction(torch.autograd.Function):
 
 
 class Gate(torch.autograd.Function):
-    """Holds a run up until a send is settled; behind it are that send and the gate of the send made before it.
+    """Blocks a run until a send is settled; behind it are that send and the gate of the send made before it.
 
     Gates have the lowest sequence number, so the engine does everything else that is ready before it waits.
     """
@@ -96,9 +96,9 @@ class Detour(torch.autograd.Function):
 
 
 class _RecvNode:
-    """What the node of a recv does in backward, and whether hooks were registered there: it takes the engine to run them.
+    """The backward of a recv, which also notes whether hooks were registered on it: only the engine can run those.
 
-    Torch registers hooks on a tensor that is no leaf at the tensor's node, through one of the methods here.
+    Torch registers hooks of a non-leaf tensor on the tensor's node, through one of the methods here.
     """
 
     is_watched = False
@@ -108,7 +108,7 @@ class _RecvNode:
     def apply(self, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
         run = current_run.get()
         if run is None:
-            raise _outside("a tensor that came from another worker")
+            raise _outside("a tensor received from another worker")
         run.fire(self.context_id, self.message_id, gradients)
         return None, None, None, None
 
@@ -143,7 +143,7 @@ def make_send(message_id: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         held = []
         for item in tensors:
             if item.is_leaf and item.layout is torch.strided:
-                # Apply, which has the GIL, wants a leaf's accumulator; another thread must not be about to make it
+                # apply() needs a leaf's accumulator and holds the GIL; no other thread may be creating it
                 # (rref/values.py).
                 held.append(item.view_as(item))
         output: torch.Tensor = _apply_send(message_id, *tensors)
@@ -166,7 +166,7 @@ def make_recv(context_id: int, message_id: int, tensors: Sequence[torch.Tensor])
 
 
 def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
-    """Chains gates for sends (in the order in which they were made); only the last one's is ready at first."""
+    """Chain gates for sends (in the order in which they were made); only the last gate is ready at first."""
     with torch.enable_grad():
         chain: list[torch.Tensor] = []
         for message_id, output in sends:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class AutogradInterceptor(Interceptor):
-    """Sees every message of one worker."""
+    """Records sends and recvs in the messages of one worker."""
 
     name = "autograd"
     note_type = RecordedCall
@@ -45,13 +45,13 @@ class AutogradInterceptor(Interceptor):
         self._container = engine.container
 
     def wants_calls(self) -> bool:
-        if self._engine.due:  # whatever the call causes, others have been told of the commit before
+        if self._engine.due:  # other workers must know of the commit before the call can have effects
             self._engine.tell_due()
         return (current_context.get() or current_context_id()) != 0 and torch.is_grad_enabled()
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> RecordedCall | None:
         """Record a send for tensors that require grad, in calls made with grad mode on and in replies."""
-        # A reply is recorded whatever the mode of the thread that happens to send it.
+        # A reply is recorded regardless of the grad mode of the thread that sends it.
         is_call = envelope.kind == "call"
         if self._engine.due:
             self._engine.tell_due()
@@ -77,15 +77,15 @@ class AutogradInterceptor(Interceptor):
         return RecordedCall(context_id, message_id, len(recorded), torch.is_anomaly_enabled())
 
     def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
-        """Refuse tensors whose gradients would be lost."""
+        """Raise `CannotSend` for tensors whose gradients would be lost."""
         kind = type(tensors[0])
         what = (
             f"an argument of {envelope.function}" if envelope.kind == "call" else f"the result of {envelope.function}"
         )
         raise CannotSend(
             f"{what} is a {kind.__module__}.{kind.__qualname__} that requires grad, and inside an autograd context it "
-            f"cannot be sent to {envelope.peer.name}: gradients do not get through its __reduce_ex__. Send a tensor that "
-            f"it is made of, or its detach()"
+            f"cannot be sent to {envelope.peer.name}: gradients cannot pass through its __reduce_ex__. Send the plain "
+            f"tensors that it holds, or detach() it"
         )
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -93,9 +93,9 @@ class AutogradInterceptor(Interceptor):
         message: RecordedCall = note
         peer = envelope.peer.id
         if message.message_id != NO_ID and message.message_id >> COUNTER_BITS != peer:
-            raise DecodeError(f"{envelope.peer.name} recorded a message under an id of another worker")
+            raise DecodeError(f"{envelope.peer.name} recorded a message with an id of another worker")
         context = self._container.find(message.context_id)
-        if message.released and context is not None:  # gradients would get lost
+        if message.released and context is not None:  # gradients would be lost
             raise UnknownContext(
                 f"Could not find autograd context with id: {message.context_id} on worker {envelope.peer.name} when "
                 f"{envelope.function} returned: it was released {clean(message.released)}"
@@ -107,11 +107,11 @@ class AutogradInterceptor(Interceptor):
         if context is None or not (
             peer in context.known_workers or (context.touch(peer) if is_call else context.knows(peer))
         ):
-            return tensors  # over: a late message does not revive it
-        if peer in self._engine.lost:  # it may have been taken for dead after the call was recorded
+            return tensors  # released: a late message does not revive it
+        if peer in self._engine.lost:  # it may have been considered dead after the call was recorded
             self._engine.heard_of(envelope.peer)
         if is_call and (request := current_request()) is not None and request.source.stream.is_closed:
-            # The connection of the call has ended: contexts of its caller may have been looked through before.
+            # The connection of the call has ended: the contexts of its caller may have been checked before.
             self._engine.ask_soon(message.context_id)
         return tensors if message.message_id == NO_ID else self._record(context, envelope, message, tensors)
 
@@ -125,7 +125,8 @@ class AutogradInterceptor(Interceptor):
                 chosen.append(tensor)
         if len(places) != message.num_tensors or not places:
             raise DecodeError(
-                f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad arrived"
+                f"{envelope.peer.name} recorded {message.num_tensors} tensors, but {len(places)} that require grad "
+                f"arrived"
             )
         if envelope.kind == "call":
             self._container.quotas.charge(envelope.peer.id, context, MESSAGE_BYTES)
@@ -141,7 +142,7 @@ class AutogradInterceptor(Interceptor):
     def _run(self, name: str, message: RecordedCall, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         token = current_context.set(message.context_id)
         try:
-            # Only a worker with shared parameters has to look after them.
+            # Only a worker with shared parameters has to guard them.
             context = self._container.find(message.context_id) if guarded_params or name in announcing else None
             if context is None and not message.detects_anomalies:
                 return _call(function, args, kwargs)
@@ -187,7 +188,7 @@ class Autocast(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class AutocastInterceptor(Interceptor):
-    """Attaches the caller's autocast to calls, and runs what is called under it."""
+    """Attaches the caller's autocast to calls, and runs the called function under it."""
 
     name = NOTE
     note_type = Autocast
@@ -209,7 +210,7 @@ class AutocastInterceptor(Interceptor):
         message: Autocast = note
         unknown = [dtype for dtype in message.dtypes.values() if dtype not in _DTYPES]
         if unknown or len(message.dtypes) > len(_DEVICES) + 1:
-            raise DecodeError(f"not dtypes that autocast knows: {list(message.dtypes.values())!r:.200}")
+            raise DecodeError(f"unknown autocast dtypes: {list(message.dtypes.values())!r:.200}")
         known = _device_types()
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
 """The only caller of torch's engine: runs a component of a worker's graph, and hooks of leaves at the end of a pass.
 
-A component is run for the gradients of its leaves, which are captured and not accumulated: `.grad` is left alone. The nodes
-of messages report to the run (`current_context.LocalRun`). What is here is what an extension in C++ would replace.
+A component is run for the gradients of its leaves, which are captured and not accumulated: `.grad` does not change. The
+nodes
+of messages report to the run (`current_context.LocalRun`). A C++ extension would replace this module.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from gradwire.params.snapshots import saving
 from gradwire.rpc.connection import while_waiting
 
 Found = list[tuple[torch.Tensor, torch.Tensor]]
-"""Leaves, or other tensors that were asked for, with their gradients."""
+"""Leaves, or other requested tensors, with their gradients."""
 
 Edge = torch.Tensor | GradientEdge
 
@@ -41,7 +42,7 @@ _HANDLE_GRADIENT = torch.empty(0)  # what the engine is given for a send's handl
 
 
 class Sources:
-    """Where a run of the engine begins, with a gradient for each edge."""
+    """The edges that a run of the engine starts from, with a gradient for each."""
 
     __slots__ = ("edges", "gradients", "of_roots")
 
@@ -51,19 +52,19 @@ class Sources:
         self.of_roots = gradients
 
     def add_settled(self, handle: torch.Tensor, gradients: Gradients) -> None:
-        """What came for a send goes straight to where its tensors came from: its node has nothing to do."""
+        """Start behind the node of a settled send, with the gradients that arrived for it."""
         node: Any = handle.grad_fn
         for number, (following, position) in enumerate(node.next_functions):
             gradient = gradients[number]
             if gradient is not None:
                 self.edges.append(GradientEdge(following, position))
                 self.gradients.append(gradient)
-        # A root that is alone does not count as a node that will be run: `register_multi_grad_hook` asks for that.
+        # The engine does not count a single root as a node to run, which `register_multi_grad_hook` relies on.
         self.edges.append(ANCHOR)
         self.gradients.append(_NO_GRADIENT)
 
     def add_gated(self, settled: Sequence[torch.Tensor], waiting: Sequence[tuple[int, torch.Tensor]]) -> None:
-        """The nodes of all sends take part: a recv that none of their gradients reaches must not wait for the gates."""
+        """Start from the nodes of all sends: a recv that none of their gradients reaches must not wait for the gates."""
         handles = [*settled, make_gates(waiting)]
         self.edges += handles
         self.gradients += [_HANDLE_GRADIENT] * len(handles)
@@ -72,7 +73,7 @@ class Sources:
 def run_component(
     run: LocalRun, sources: Sources, inputs: Sequence[torch.Tensor], options: PassOptions, context: UsesParameters
 ) -> Found:
-    """Run the engine from some sources; return the gradients of the inputs that it reached."""
+    """Run the engine from the sources; return the gradients of the inputs that it reached."""
     arguments = tuple(sources.edges), tuple(sources.gradients), options, (*inputs, ANCHOR)
     is_saving = options.create_graph and bool(guarded_params)
     outer = begin_run(run)
@@ -127,14 +128,14 @@ def run_ready_nodes(device: torch.device) -> None:
 
 _WAIT_S = 60.0
 _CYCLE = r"Using backward\(\) with create_graph=True will create a reference cycle"
-# Parameters of DistributedDataParallel, by id, and what averages them.
+# Parameters of DistributedDataParallel, by id, and their reducers.
 _reduced: dict[int, tuple[weakref.ref[torch.Tensor], weakref.ref[Any]]] = {}
 _static: weakref.WeakSet[Any] = weakref.WeakSet()  # reducers that expect the same graph every time
 _has_node_hooks = False  # whether Python has ever registered a hook on any node
 
 
 def _note_node_hooks() -> None:
-    """Learns from now on that there are hooks on nodes; where they are is looked up when it matters."""
+    """Note from now on whether any hook is registered on a node; which nodes have one is looked up when needed."""
     register = hook_mixin._register_hook
 
     @functools.wraps(register)
@@ -147,7 +148,7 @@ def _note_node_hooks() -> None:
 
 
 def _note_reducers() -> None:
-    """Learns of the parameters of every `DistributedDataParallel` that is made from now on."""
+    """Note the parameters of every `DistributedDataParallel` that is created from now on."""
     reducer: Any = dist.Reducer  # type: ignore[attr-defined]
     make, fix_graph = reducer.__init__, reducer._set_static_graph
 
@@ -181,13 +182,13 @@ def _note_reduced(params: Iterable[torch.Tensor], reducer: Any) -> None:
 
 
 def _reducer_of(leaf: torch.Tensor) -> Any:
-    """What averages the gradient of a leaf with those of other ranks, if anything does."""
+    """Return the reducer that averages the gradient of a leaf with other ranks, if there is one."""
     param, reducer = _reduced.get(id(leaf), (None, None))
     return reducer() if reducer is not None and param is not None and param() is leaf else None
 
 
 def _find_accumulator(leaf: torch.Tensor) -> GradientEdge | None:
-    """The edge to the node of a leaf, if hooks want to see what it does."""
+    """Return the edge to the accumulator of a leaf, if it has hooks."""
     is_hooked = bool(post_accumulate_hooks(leaf)) or (bool(_reduced) and _reducer_of(leaf) is not None)
     if not (is_hooked or _has_node_hooks) or leaf.grad_fn is not None or not leaf.requires_grad:
         return None
@@ -198,7 +199,7 @@ def _find_accumulator(leaf: torch.Tensor) -> GradientEdge | None:
 
 
 def _has_hooks(node: Any) -> bool:
-    """Asks a node for its table of hooks, by adding one and taking it away again."""
+    """Read a node's table of hooks, by adding a hook and removing it again."""
     for register in (node.register_hook, node.register_prehook):
         handle = register(lambda *_: None)
         hooks = handle.hooks_dict_ref()
@@ -211,12 +212,13 @@ def _has_hooks(node: Any) -> bool:
 def run_accumulators(
     table: GradientTable, of_context: GradientTable | None = None, is_recorded: bool = False
 ) -> dict[torch.Tensor, torch.Tensor | None]:
-    """Shows the totals of a pass to hooks, as ``.grad``, and takes what they make of them.
+    """Run hooks with the totals of a pass as ``.grad``, and put their results into the table.
 
     A hook that sets ``.grad`` to None has consumed the gradient; one that changes or replaces it has changed it.
-    Changes the table. Returns the leaves whose gradient in it is that of the whole context, earlier passes included, with
-    what that had for them: `DistributedDataParallel` averages those along, because they may have been made with its
-    ``no_sync``.
+
+    Returns:
+        Leaves whose gradient in the table includes earlier passes of the context, with the earlier gradient:
+        `DistributedDataParallel` averages those, too, because they may have been computed under its ``no_sync``.
     """
     edges: dict[torch.Tensor, GradientEdge] = {}
     for leaf in table:
@@ -225,11 +227,11 @@ def run_accumulators(
     if not edges:
         return {}
     leaves = list(edges)
-    reducers = [_reducer_of(leaf) for leaf in leaves]  # held: one that goes meanwhile takes its hooks along
+    reducers = [_reducer_of(leaf) for leaf in leaves]  # kept alive: a reducer that is freed takes its hooks along
     if any(reducer in _static for reducer in reducers):
-        # In its first backward it reduces at the end of the run that computes the gradients, which is over by now.
+        # Its first backward reduces at the end of the run that computes the gradients, which has ended by now.
         raise AutogradError(
-            "DistributedDataParallel(static_graph=True) does not work inside of a context; make it without static_graph"
+            "DistributedDataParallel(static_graph=True) is not supported inside a context; pass static_graph=False"
         )
     of_context = of_context or {}
     totals = {leaf: of_context.get(leaf) for leaf, reducer in zip(leaves, reducers, strict=True) if reducer is not None}
@@ -258,7 +260,7 @@ def run_accumulators(
     for leaf, gradient, reducer in zip(leaves, after, reducers, strict=True):
         if gradient is None:
             del table[leaf]
-        else:  # a reducer goes on using the memory that it has put there
+        else:  # a reducer keeps using the memory that it assigned to .grad
             table[leaf] = gradient if reducer is None else gradient.clone()
     return totals
 
@@ -270,9 +272,9 @@ def _accumulate(edges: tuple[GradientEdge, ...], gradients: tuple[torch.Tensor, 
 
 @functools.cache
 def _silence_cycle_warning() -> None:
-    """Torch warns, once in a process, of a cycle through ``.grad``. Here it ends, when that is put back.
+    """Ignore torch's warning about a cycle through ``.grad``: here the cycle ends when ``.grad`` is restored.
 
-    Not with every pass: each change of the filters makes Python show all warnings of the program once more.
+    Called once, not in every pass: each change of the filters makes Python repeat all warnings of the program.
     """
     warnings.filterwarnings("ignore", message=_CYCLE)
 
@@ -280,22 +282,26 @@ def _silence_cycle_warning() -> None:
 def _acquire(claim: GradClaim) -> None:
     if claim.is_nested:
         raise AutogradError(
-            "a hook of a leaf runs another pass that reaches the same leaf; use another copy of the leaf"
+            "a hook on a leaf tensor started another backward pass that reaches the same leaf; run that pass on a "
+            "copy of the leaf"
         )
     if not claim.acquire(blocking=False):
         with while_waiting():
             if not claim.acquire(timeout=_WAIT_S):
-                raise AutogradError(f".grad of a leaf with hooks has been in use elsewhere for {_WAIT_S:g} s")
+                raise AutogradError(
+                    f"timed out after {_WAIT_S:g} s waiting for the .grad of a leaf with hooks, which another thread "
+                    f"is using"
+                )
 
 
 class _RanBefore:
-    """A hook on a leaf itself. It ran when the gradient was captured, so not again when that is accumulated."""
+    """Wraps a hook of a leaf, which ran when the gradient was captured, so that accumulating does not run it again."""
 
     __slots__ = ("_hook", "seen")
 
     def __init__(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._hook = hook
-        self.seen: torch.Tensor | None = None  # what is accumulated now, in any thread
+        self.seen: torch.Tensor | None = None  # the gradient being accumulated, in any thread
 
     def __call__(self, gradient: torch.Tensor) -> torch.Tensor | None:
         return None if gradient is self.seen else self._hook(gradient)
@@ -312,5 +318,5 @@ def _hooks_that_ran(leaf: torch.Tensor) -> list[tuple[_RanBefore, torch.Tensor]]
 _note_node_hooks()
 if dist.is_available():
     _note_reducers()
-    if dist.is_initialized():  # else there can be none
+    if dist.is_initialized():  # otherwise there is none
         _find_reducers()

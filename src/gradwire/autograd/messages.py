@@ -1,13 +1,13 @@
-"""What workers tell each other about contexts and backward passes; tensors travel beside these.
+"""Messages between workers about contexts and backward passes; tensors travel beside these.
 
 PropagateGradients   the gradient (or none) for messages that were sent in the forward pass; the first one from a worker
                      introduces it, and with no gradients at all it only says that the pass has begun; the last one
                      to the root may carry the report
 ReportDone           to the root: everything here is done
-AbortPass            something failed: to the root, and from there to everybody
+AbortPass            something failed: to the root, and from there to all
 CommitPass           from the root: the gradients of the pass join the context
-ReleaseContext       the context is over, or is where this comes from because its maker is out of reach
-HoldsContext         to the worker that made a context: the one that brought it here is gone, so tell me of its end
+ReleaseContext       the context is over; or the sender released it because its creator cannot be reached
+HoldsContext         to the creator of a context: tell me of its end, because the worker that would is lost
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ NO_ID = 0
 WHERE_CHARS = 512
 
 Where = Annotated[str, msgspec.Meta(max_length=WHERE_CHARS)]
-"""Where a context was released, for people; made harmless to print where it is shown."""
+"""Where a context was released, for people; cleaned where it is printed."""
 
 
 class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Goes with every call and reply made inside a context."""
+    """Accompanies every call and reply made inside a context."""
 
     context_id: Id
     message_id: Id = NO_ID  # the send that was recorded, if any
@@ -40,12 +40,12 @@ class RecordedCall(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 class PassOptions(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What all participants must know about a pass."""
+    """Options of a pass, for all participants."""
 
     is_fast: bool = False
     retain_graph: bool = False
     create_graph: bool = False
-    skips_leaves: bool = False  # gather gradients only for the `inputs` that the root asked for
+    skips_leaves: bool = False  # compute gradients only for the `inputs` of the root
     detects_anomalies: bool = False
     timeout_s: Annotated[float, msgspec.Meta(gt=0)] = 600.0  # from when a worker joins the pass
 
@@ -58,7 +58,7 @@ class GradientItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     defined: tuple[bool, ...] | None = None
     recorded_id: Id = NO_ID  # with `create_graph`, the id under which this answer itself was recorded
     recorded: tuple[Id, ...] = ()  # which of the gradients were recorded, by position among those that travel
-    via: Rank | None = None  # whom the message went to, if that worker passed it on untouched and was not asked
+    via: Rank | None = None  # the receiver of the message, if it passed the message on untouched and was not asked
 
 
 class PropagateGradients(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -90,7 +90,7 @@ class CommitPass(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 class ReleaseContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     context_id: Id
     where: Where
-    is_suspected: bool = False  # the sender only cannot reach the worker that made it, which may live
+    is_suspected: bool = False  # the sender cannot reach the creator, which may be alive
 
 
 class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -98,7 +98,7 @@ class HoldsContext(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
 
 DEFAULT_TIMEOUT_S = 600.0
-"""How long a backward pass may take."""
+"""Default timeout of a backward pass."""
 
 DEFAULT_OPTIONS = PassOptions()
 

@@ -1,4 +1,4 @@
-"""Backward passes that begin at the value of a reference, on whatever worker that is."""
+"""Backward passes that start from the value of a reference, on any worker."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ BACKWARD = "gradwire.rref.backward"
 
 
 def backward_from(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """Runs a backward pass from the value of a reference; see `RRef.backward`."""
+    """Run a backward pass from the value of a reference; see `RRef.backward`."""
     if rref.is_owner():
         _run(rref.local_value(), context_id, retain_graph)
     elif context_id == -1:
         raise RRefError(
-            f"{rref!r}: User RRefs require 'dist_autograd_ctx_id' to be specified; without it, call backward on the owner"
+            f"{rref!r}: User RRefs require 'dist_autograd_ctx_id' to be specified; without it, call backward on the "
+            f"owner"
         )
     else:
-        with torch.no_grad():  # the call itself has no part in the graph
+        with torch.no_grad():  # the call itself is not part of the graph
             rref._ask(BACKWARD, (context_id, retain_graph), -1.0)
 
 
 def _backward_here(rref_id: int, maker: Any, context_id: int, retain_graph: bool) -> None:
     if type(context_id) is not int or type(retain_graph) is not bool:
-        raise TypeError(f"{BACKWARD} needs the id of a context and whether to keep the graph")
+        raise TypeError(f"{BACKWARD} needs a context id (int) and retain_graph (bool)")
     _run(find_value(rref_id, maker), context_id, retain_graph)
 
 

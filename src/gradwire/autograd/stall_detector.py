@@ -1,7 +1,8 @@
-"""Looks after a pass while threads here wait for it: its deadline, whether it still moves, and the end of this worker.
+"""Checks a pass while threads here wait for it: its deadline, whether it is stalled, and whether this worker has shut down.
 
-The threads that wait look: the one that called backward, and runs of the local engine that stand still at a gate. The root
-looks for all; other participants are told by it, and mind only their own deadline and their own worker's end.
+The waiting threads run the checks: the one that called backward, and runs of the local engine that are blocked at a
+gate. Only
+the root looks for stalls, and tells the others; they check only their own deadline and shutdown.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
 
-_SLICE_S = 0.2  # how long to wait before looking whether this worker has shut down
-_PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before asking who waits for whom
-_LAST_PROBE_S = 0.5  # when the time is over, how long the question who was waited for may take
+_SLICE_S = 0.2  # how often to check whether this worker has shut down
+_PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before the first probe
+_LAST_PROBE_S = 0.5  # how long the probe after a timeout may take
 _NEVER = float("inf")
 
 Problem = tuple[Exception, str]
@@ -29,7 +30,7 @@ Problem = tuple[Exception, str]
 
 
 class StallDetector:
-    """What waiting threads of one pass on one worker share."""
+    """State that the waiting threads of one pass on one worker share."""
 
     def __init__(self, agent: Agent, prober: Prober, current: BackwardPass) -> None:
         self._agent = agent
@@ -63,7 +64,7 @@ class StallDetector:
         return None
 
     def _time_out(self) -> Problem:
-        text = f"the backward pass was not over after {self._pass.options.timeout_s:g} s"
+        text = f"the backward pass timed out after {self._pass.options.timeout_s:g} s"
         if self._pass.is_root:
             text += f"; {waiting_text(self._prober.probe(self._pass, _LAST_PROBE_S))}"
         return RpcTimeout(text, self._agent.info.name, "run"), "waiting for the pass to end"
@@ -81,7 +82,8 @@ class StallDetector:
             return BackwardFailed(text, worker, "waiting for gradients")
         lines = tuple(str(send) for item in snapshots for send in item.waiting)
         text = (
-            f"no gradient comes back for {'; '.join(lines)}: its result or argument has no part in the loss, which FAST "
-            f'mode cannot cope with; use mode="smart", the default'
+            f"no gradient will arrive for {'; '.join(lines)}: its result or argument does not contribute to the loss, "
+            f"which FAST "
+            f'mode does not support; use mode="smart", the default'
         )
         return UnsettledSend(text, worker, "waiting for gradients", lines)

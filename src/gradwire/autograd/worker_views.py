@@ -1,6 +1,6 @@
-"""What a worker says about its part of a context: the answer to ``~autograd.explain``, checked when it arrives.
+"""A worker's view of a context: the answer to ``~autograd.explain``, checked when it arrives.
 
-Every list and text has a bound. A worker that has more sends the first ones, and how many there are.
+Every list and text has a bound. A worker that has more sends the first ones, and the total number.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MOST_OPERATORS: Final = 6
 MOST_CHARS: Final = 256
 
 Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARS, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-"""One line; shown as it is only where nothing is made of control characters."""
+"""One line without control characters; not escaped for any output format."""
 Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=MOST_MESSAGES)]
 Item = TypeVar("Item")
 
 
 class MessageView(msgspec.Struct, frozen=True):
-    """A recorded message, as one of its two workers has it."""
+    """A recorded message, as one of its two workers sees it."""
 
     message_id: Id
     peer: Text
@@ -40,12 +40,12 @@ class MessageView(msgspec.Struct, frozen=True):
 
 
 class Segment(msgspec.Struct, frozen=True):
-    """What a worker computed for one send, beyond what it had computed for earlier ones."""
+    """The operators that a worker ran for one send, and not already for earlier ones."""
 
     message_id: Id = NO_ID  # the send; none for the roots of a pass
-    recvs: Ids = ()  # messages whose tensors it begins with
-    builds_on: Ids = ()  # sends whose segments it begins with
-    is_passed_on: bool = False  # its tensors came in messages and nothing else was made of them here: see ADR 21
+    recvs: Ids = ()  # messages whose tensors it starts from
+    builds_on: Ids = ()  # sends whose segments it starts from
+    is_passed_on: bool = False  # its tensors were received and sent on untouched: see ADR 21
     num_operators: Id = 0
     operators: Annotated[tuple[Text, ...], msgspec.Meta(max_length=MOST_OPERATORS)] = ()  # in forward order, each once
     num_leaves: Id = 0
@@ -53,25 +53,25 @@ class Segment(msgspec.Struct, frozen=True):
 
 
 class WaitingView(msgspec.Struct, frozen=True):
-    """A send of a pass whose gradient has not come."""
+    """A send of a pass whose gradient has not arrived."""
 
     message_id: Id
     peer: Text
     function: Text
     site: Text = ""
-    is_gate: bool = False  # a run of the local engine stands still for it
+    is_gate: bool = False  # a run of the local engine is blocked on it
 
 
 class Shortcut(msgspec.Struct, frozen=True):
-    """A message that a worker passed on untouched in another one, so that the two ends of the way can do without it."""
+    """A message that a worker passed on untouched in another message, so that its gradients can skip this worker."""
 
     message_id: Id  # the one that was passed on
-    passed_on: Id  # the one in which
-    peer: Text  # to whom
+    passed_on: Id  # the message that carried it on
+    peer: Text  # the receiver of that message
 
 
 class PassView(msgspec.Struct, frozen=True):
-    """A backward pass that is under way."""
+    """A running backward pass."""
 
     pass_id: Id
     root: Text
@@ -100,19 +100,19 @@ class WorkerView(msgspec.Struct, frozen=True):
 
 
 def first(items: Iterable[Item]) -> tuple[Item, ...]:
-    """Return as many items as a list in an answer may have."""
+    """Return the first items, as many as a list in an answer may have."""
     return tuple(item for item, _ in zip(items, range(MOST_MESSAGES), strict=False))
 
 
 def short(value: Any) -> str:
-    """Return a text as answers may have it."""
+    """Return a text that is short and clean enough for an answer."""
     return re.sub(r"[\x00-\x1f\x7f]", "?", str(value)[:MOST_CHARS])
 
 
 def find_settlers(views: Iterable[WorkerView]) -> dict[int, str]:
-    """Return which worker is to send the gradient of each message that a pass waits for, by the message's id.
+    """Return which worker has to send the gradient of each message that a pass waits for, by the message's id.
 
-    That is its receiver; or the worker that the receiver passed it on to, if that one took the shortcut.
+    That is its receiver; or the worker that the receiver passed it on to, if that worker took the shortcut.
     """
     views = list(views)
     offers: dict[tuple[str, int, int], Shortcut] = {}

@@ -1,6 +1,6 @@
-"""Checkpoints of what lives on many workers, in safetensors files: no pickle, whole at every moment, loadable anywhere.
+"""Checkpoints of objects on many workers, in safetensors files: no pickle, atomic, loadable anywhere.
 
-checkpoint.save("run1", {"model": encoder, "optim": opt, "step": 7})       # each worker writes what it has
+checkpoint.save("run1", {"model": encoder, "optim": opt, "step": 7})       # each worker writes its own objects
 checkpoint.load("run1", {"model": encoder, "optim": opt})["step"]          # on any number of workers
 checkpoint.read("run1")["model"]                                           # a plain state dict, in one process
 """

@@ -29,8 +29,8 @@ class SavedFile:
     """One file of a checkpoint.
 
     Attributes:
-        name: In the directory of the checkpoint.
-        num_bytes: Its size.
+        name: File name in the directory of the checkpoint.
+        num_bytes: Size of the file.
         worker: The worker that wrote it.
         host: The machine of that worker.
     """
@@ -46,11 +46,11 @@ class SavedEntry:
     """One entry of the dict that was saved.
 
     Attributes:
-        path: The key it was saved under.
+        path: The key that it was saved under.
         kind: ``module``, ``optimizer``, ``stateful``, ``tensor`` or ``value``.
         text: Its class, or the value itself, for people to read.
-        num_tensors: How many tensors it has; a shared one counts once.
-        num_bytes: How large they are.
+        num_tensors: Number of tensors; a shared one counts once.
+        num_bytes: Size of the tensors.
         workers: The workers that wrote them.
     """
 
@@ -64,18 +64,18 @@ class SavedEntry:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Summary:
-    """What is in a checkpoint, how large it is, and which worker saved it when.
+    """Contents and size of a checkpoint, and by which worker and when it was saved.
 
     Attributes:
-        directory: Where it is.
+        directory: Path of the checkpoint.
         generation: Distinguishes saves to one directory.
         created: When it was saved, in UTC.
         writer: Worker, process and machine that saved it.
-        versions: Of gradwire and torch then.
+        versions: Versions of gradwire and torch that saved it.
         entries: One for each key of the dict that was saved.
         files: One for each worker that wrote.
-        num_tensors: How many tensors there are.
-        num_bytes: How large all files are together.
+        num_tensors: Number of tensors.
+        num_bytes: Size of all files.
     """
 
     directory: Path
@@ -115,22 +115,23 @@ def save(
     timeout: float = _TIMEOUT_S,
     process_group: Any = None,
 ) -> Summary:
-    """Save a checkpoint: every worker writes what it has, all at the same time; then the new one replaces the old one.
+    """Save a checkpoint: all workers write their own objects in parallel, and the new checkpoint replaces the old one.
 
-    Over RPC workers one of them calls it. With sharded tensors of a process group every rank calls it, with the same names:
-    each writes its shards, and rank 0 everything else.
+    Over RPC workers, one of them calls it. With sharded tensors of a process group, every rank calls it with the same names:
+    each rank writes its shards, and rank 0 everything else.
 
-    A crash of any worker at any moment leaves the old checkpoint or the new one. Do not train while a save runs: each worker
-    saves one moment of its parameters, but the moments of two workers may differ by a step.
+    If a worker crashes, the directory holds the old checkpoint or the new one. Do not train during a save: each worker
+    saves its
+    parameters at one moment, but the moments of two workers may differ by a step.
 
     Args:
-        directory: One that all workers share; made if it does not exist. It holds one checkpoint.
-        state: What to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
-            optimizers and schedulers that are here, sharded and plain tensors, plain values; and dicts, lists and tuples
+        directory: A directory that all workers share; created if necessary. It holds one checkpoint.
+        state: Objects to save, by name: `RemoteModule`, `DistributedOptimizer`, references to tensors or modules, modules,
+            local optimizers and schedulers, sharded and plain tensors, plain values; and dicts, lists and tuples
             of these.
-        progress: None shows a bar if there is a terminal, False shows nothing; a function is called with the bytes
-            written and the bytes in all.
-        timeout: Seconds that each worker may take; ranks wait for each other as long as their process group says.
+        progress: None shows a bar in a terminal, False shows nothing; a function is called with the bytes written and the
+            total bytes.
+        timeout: Seconds until a worker fails; for ranks, the timeout of their process group applies.
         process_group: The group whose ranks save together; needed only if all sharded tensors are inside of objects that
             are neither modules nor sharded optimizers.
 
@@ -140,8 +141,8 @@ def save(
     Raises:
         CannotSave: A value cannot be saved; nothing was written.
         CheckpointBusy: Another process is saving to that directory.
-        CheckpointWriteFailed: A worker could not write; the checkpoint before is whole.
-        CheckpointError: A worker died or did not answer; the checkpoint before is whole.
+        CheckpointWriteFailed: A worker could not write; the previous checkpoint is intact.
+        CheckpointError: A worker died or did not answer; the previous checkpoint is intact.
     """
     place, group = Directory(directory), group_of(state, process_group)
     return _summarize(place.path, save_into(place, state, progress, timeout, group))
@@ -156,31 +157,33 @@ def load(
     timeout: float = _TIMEOUT_S,
     process_group: Any = None,
 ) -> dict[str, Any]:
-    """Fill objects from a checkpoint, wherever they live now, and return the values that were saved beside them.
+    """Fill objects from a checkpoint, on any workers, and return the values that were saved beside them.
 
-    Sharded tensors may be divided in any way, however they were when they were saved: each shard gets what it has in common
-    with what was saved. With those of a process group every rank calls this, with the same names.
+    Sharded tensors may be sharded differently than when they were saved: each shard reads its own region. With sharded
+    tensors of
+    a process group, every rank calls this with the same names.
 
-    Everything is compared and checked before anything is changed. What is in the checkpoint and not asked for stays there.
+    Everything is compared and checked before anything is changed. Entries of the checkpoint without an object are ignored.
 
     Args:
-        directory: Of the checkpoint; all workers that have something to fill must see it.
-        objects: What to fill, by the names it was saved under.
-        strict: Every name inside the objects must be in the checkpoint and the other way round, and dtypes must be the same.
-            If False, what both have is loaded, and converted. Shapes must always be the same.
+        directory: Directory of the checkpoint, which all workers with objects to fill must see.
+        objects: Objects to fill, by the names that they were saved under.
+        strict: Require the same names and dtypes in objects and checkpoint. If False, common names are loaded, and
+            converted.
+            Shapes must always be the same.
         progress: As for `save`.
-        timeout: Seconds that each worker may take in each step.
+        timeout: Seconds until a worker fails, in each phase.
         process_group: As for `save`.
 
     Returns:
-        The values: numbers, texts, tensors and so on, in the dicts they were saved in.
+        The values (numbers, strings, tensors and so on), in the dicts that they were saved in.
 
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is missing; nothing was changed.
-        CheckpointDamaged: A file is not what was written; nothing was changed, unless it was damaged while objects were
-            being filled: then the message says so.
-        CheckpointMismatch: It does not fit the objects; nothing was changed.
-        CheckpointError: An object's own `load_state_dict` raised, or a worker died; others may have been filled.
+        CheckpointDamaged: A file has changed since it was written. No object was changed, unless the message says so: a file
+            may be damaged while objects are being filled.
+        CheckpointMismatch: The checkpoint does not fit the objects; nothing was changed.
+        CheckpointError: `load_state_dict` of an object raised, or a worker died; other objects may have been filled.
     """
     place, wanted = Directory(directory), {} if objects is None else objects
     group = group_of(wanted, process_group)
@@ -190,15 +193,15 @@ def load(
 
 
 def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:
-    """Return everything in a checkpoint as plain state, in this process alone: modules as state dicts of tensors.
+    """Return the whole checkpoint as plain values, in this process only: modules as state dicts of tensors.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Directory of the checkpoint.
         progress: As for `save`.
 
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is missing.
-        CheckpointDamaged: A file is not what was written.
+        CheckpointDamaged: A file has changed since it was written.
     """
     place = Directory(directory)
     with place.reading() as index:
@@ -212,12 +215,12 @@ def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
     """Read all files of a checkpoint, and compare them with its index.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Directory of the checkpoint.
         progress: As for `save`.
 
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is missing.
-        CheckpointDamaged: A file is not what was written; the message names the file and the tensor.
+        CheckpointDamaged: A file has changed since it was written; the message names the file and the tensor.
     """
     place = Directory(directory)
     with place.reading() as index:
@@ -226,10 +229,10 @@ def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
 
 
 def inspect(directory: PathLike) -> Summary:
-    """Return what the index of a checkpoint says: contents, sizes, and the workers that wrote it. Reads nothing else.
+    """Return contents and sizes of a checkpoint and the workers that wrote it, from its index alone.
 
     Args:
-        directory: Of the checkpoint.
+        directory: Directory of the checkpoint.
 
     Raises:
         CheckpointMissing: There is no index.

@@ -10,8 +10,9 @@ A save writes files of a new generation beside the old ones, then renames the ne
 the files that the new index does not name. A crash in between leaves the old checkpoint or the new one, and files that the
 next save removes.
 
-Locks are the kernel's (``flock``): they end with the process that has them, however it ends. Loading does not keep others
-from saving; it only delays the removal of old files until a later save.
+Locks are the kernel's (``flock``): they end with the process that holds them. Loading does not block saving; it only
+delays the
+removal of old files until a later save.
 
 Files are opened relative to an open directory and by names that were checked; links are never followed.
 """
@@ -44,11 +45,11 @@ READERS_LOCK: Final = ".gradwire-readers"
 _OF_ONE_SAVE: Final = re.compile(rf"{FILE_NAME.pattern}|{GENERATION.pattern}\.(?:begin|index)")
 _DIRECTORY: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _FILE: Final = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-_LOCK_WAIT_S: Final = 10.0  # a reader waits that long while old files are removed
+_LOCK_WAIT_S: Final = 10.0  # how long a reader waits while old files are removed
 _POLL_S: Final = 0.01
 
 failpoint_hook: Callable[[str], None] | None = None
-"""For tests: called with the name of each failpoint that a save passes, where the process can stop or die.
+"""For tests: called with the name of each failpoint of a save, where the process can stop or die.
 
 driver    locked  announced  described                     files-written  index-written  index-renamed  cleaned
 owner                                   opened  half  synced
@@ -134,7 +135,7 @@ def _open_below(root: Path, below: Path) -> int:
 
 def _checked(name: str) -> str:
     if not _OF_ONE_SAVE.fullmatch(name) and name not in (INDEX_NAME, WRITER_LOCK, READERS_LOCK):
-        raise CheckpointError(f"{name!r:.200} is not the name of a file of a checkpoint", name[:200])
+        raise CheckpointError(f"{name!r:.200} is not a valid checkpoint file name", name[:200])
     return name
 
 
@@ -143,10 +144,10 @@ def file_name(generation: str, worker: str) -> str:
 
 
 def check_file_name(name: str, generation: str) -> None:
-    """Refuse to write anything else than a file of a save."""
+    """Raise `CheckpointError` unless the name is that of a file of this save."""
     match = FILE_NAME.fullmatch(name)
     if match is None or match["generation"] != generation:
-        raise CheckpointError(f"{name!r} is not the name of a file of generation {generation!r}", name)
+        raise CheckpointError(f"the file {name!r} does not belong to generation {generation!r}", name)
 
 
 class Directory:
@@ -166,7 +167,7 @@ class Directory:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[Index]:
-        """Give the index; inside the block no save removes a file that it names."""
+        """Yield the index; inside the block no save removes a file that it names."""
         with contextlib.ExitStack() as stack:
             try:
                 folder = stack.enter_context(self.open())
@@ -205,7 +206,7 @@ class Directory:
 
     @contextlib.contextmanager
     def writing(self, worker: str) -> Iterator[str]:
-        """Begin a save and give its generation; inside the block no other process can save here.
+        """Start a save and yield its generation; inside the block no other process can save here.
 
         If the block raises before the new index is in its place, all files of the generation are removed.
         """
@@ -226,20 +227,20 @@ class Directory:
             yield generation
 
     def open_announced(self, generation: str, worker: str) -> Folder:
-        """Open it for a worker that is to write its file of a save that another worker has begun."""
+        """Open the directory for a worker that writes its file of a save that another worker started."""
         with contextlib.suppress(OSError):
             folder = self.open()
             if folder.has(f"{generation}.begin"):
                 return folder
             folder.close()
         raise CheckpointWriteFailed(
-            f"worker {worker} on {socket.gethostname()} does not see the directory {self.path} that this save has begun "
-            "to write; save to a directory that all workers share",
+            f"worker {worker} on {socket.gethostname()} cannot see the directory {self.path}, which this save has "
+            f"started to write; save to a directory that all workers share",
             str(self.path),
         )
 
     def publish(self, index: Index) -> None:
-        """Make a generation, whose files are written, the checkpoint; if that fails, the one before stays in its place."""
+        """Make a generation, whose files are written, the checkpoint; if that fails, the previous one stays."""
         name, data = f"{index.generation}.index", dump(index)
         with _write_errors("write", self.path / name), self.open() as folder:
             with os.fdopen(folder.make_file(name), "wb") as file:
@@ -267,7 +268,7 @@ class Directory:
             folder.remove_where(lambda name: name.startswith(generation))
 
     def _clean(self, folder: Folder) -> None:
-        """Remove files of other generations than the checkpoint's: old ones, and those of saves that were cut off.
+        """Remove files of other generations than the checkpoint's: old ones, and those of interrupted saves.
 
         Nothing is removed during a load, or if it is not known which files belong to the checkpoint.
         """
@@ -313,7 +314,9 @@ class Directory:
         deadline = time.monotonic() + _LOCK_WAIT_S
         while not _try_lock(descriptor, fcntl.LOCK_SH):
             if time.monotonic() >= deadline:
-                raise CheckpointBusy(f"old files have been removed from {self.path} for {_LOCK_WAIT_S:g} s; try again")
+                raise CheckpointBusy(
+                    f"another process has been removing old files from {self.path} for {_LOCK_WAIT_S:g} s; try again"
+                )
             _interrupts.sleep(_POLL_S)
 
 

@@ -1,9 +1,9 @@
-"""The index of a checkpoint: one JSON file that says what is in it, where, and how to tell whether it is whole.
+"""The index of a checkpoint: one JSON file with its contents, their places in files, and checksums.
 
     {"format": "gradwire.checkpoint", "version": 2, "checksum": "crc32:...", "content": {...}}
 
-The checksum is of the bytes of ``content``. The version is looked at before anything else, so that a checkpoint of a later
-gradwire says so instead of looking damaged.
+The checksum is of the bytes of ``content``. The version is checked first, so that a checkpoint of a later gradwire raises
+an error about its version, not about damage.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ STORED_NAMES: Final = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
-"""What safetensors calls the dtype that the bytes of a tensor are kept as, by torch's name."""
+"""The safetensors dtype of the stored bytes, by torch's name of the dtype."""
 
 DTYPES: Final[dict[str, torch.dtype]] = {name: getattr(torch, name) for name in STORED_NAMES if hasattr(torch, name)}
 NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
@@ -57,7 +57,7 @@ FILE_NAME: Final = re.compile(rf"(?P<generation>{GENERATION.pattern})-[A-Za-z0-9
 
 
 class TensorEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a tensor is and what it must be. In its safetensors file it has the same name as in the index."""
+    """Place, dtype, shape and checksum of a tensor. In its safetensors file it has the same name as in the index."""
 
     file: str
     offset: int  # of its bytes in the file
@@ -133,15 +133,15 @@ def parse(data: bytes, where: str) -> Index:
     try:
         head = _decode_head(data)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise _damaged(where, f"it is not a whole JSON file ({error})") from error
+        raise _damaged(where, f"it is not complete JSON ({error})") from error
     if head.format != FORMAT:
         raise CheckpointError(
             f"{where} is not the index of a checkpoint: its format is {head.format!r}, not {FORMAT!r}", where
         )
     if head.version not in _READABLE:
         raise CheckpointError(
-            f"{where} has version {head.version} of the format and this gradwire reads versions up to {VERSION}; load it "
-            "with the gradwire that saved it",
+            f"{where} has version {head.version} of the format and this gradwire reads versions up to {VERSION}; load "
+            f"it with the gradwire that saved it",
             where,
         )
     try:
@@ -159,13 +159,13 @@ def check(index: Index, where: str) -> None:
     """Check what types alone cannot express: one part of an index must not contradict another."""
     try:
         if not GENERATION.fullmatch(index.generation):
-            raise ValueError(f"{index.generation!r} is not a generation")
+            raise ValueError(f"{index.generation!r} is not a valid generation")
         check_files(index.files)
         check_entries(index.tensors)
         for name, entry in index.tensors.items():
             file = index.files.get(entry.file)
             if file is None or entry.offset < file.header_bytes or entry.offset + entry.num_bytes > file.num_bytes:
-                raise ValueError(f"tensor '{name}' has no place in {entry.file!r}")
+                raise ValueError(f"tensor '{name}' is outside of {entry.file!r}")
         if not isinstance(index.state, dict):
             raise ValueError("it has no state")
         check_state(index.state, index.tensors)
@@ -200,12 +200,12 @@ def check_entries(entries: Mapping[str, TensorEntry]) -> None:
         if entry.dtype not in DTYPES or not is_shape:
             raise ValueError(f"tensor '{name}' has an unknown dtype or shape: {entry.dtype:.40}, {entry.shape!s:.200}")
         if not (entry.offset >= 0 and entry.offset + entry.num_bytes <= _MAX_BYTES):
-            raise ValueError(f"tensor '{name}' has no place in any file")
+            raise ValueError(f"tensor '{name}' is not in any file")
 
 
 def _check_file_name(name: str) -> None:
     if not FILE_NAME.fullmatch(name):
-        raise ValueError(f"{name!r:.200} is not the name of a file of a checkpoint")
+        raise ValueError(f"{name!r:.200} is not a valid checkpoint file name")
 
 
 def check_state(node: Any, entries: Mapping[str, TensorEntry]) -> None:

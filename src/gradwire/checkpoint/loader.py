@@ -1,6 +1,6 @@
-"""Loading: find what is wanted in the checkpoint, have everything compared, and only then have it filled.
+"""Loading: find the objects in the checkpoint, compare everything, and only then fill it.
 
-1. what is wanted is there, and of the right kind           here
+1. all objects are there, and of the right kind             here
 2. names, shapes and dtypes fit                             where each part is
 3. files are there and have the bytes that were written     where each part is
 4. everything is filled                                     where each part is
@@ -32,7 +32,7 @@ from gradwire.optim import DistributedOptimizer, state_dict
 from gradwire.optim.parameters import fold_groups
 from gradwire.shard import ShardedTensor
 
-_GROUP_BYTES: Final = 256 << 20  # checked in one call; progress is known that finely
+_GROUP_BYTES: Final = 256 << 20  # checked in one call; the granularity of the progress
 _NOTHING: Final = object()
 _MAX_SHOWN: Final = 20
 
@@ -43,7 +43,7 @@ def load_from(
     """Load; see `gradwire.checkpoint.load`. Every rank of the group must call it."""
     path, doing = str(place.path), f"loading from {place.path}"
     ranks, workers = Ranks(group, doing), Workers(doing, timeout_s)
-    with contextlib.ExitStack() as stack:  # rank 0 keeps files from being removed until all are done
+    with contextlib.ExitStack() as stack:  # rank 0 prevents the removal of files until all are done
         index = ranks.first(lambda: stack.enter_context(place.reading()))
         plan = ranks.each(lambda: LoadPlan(index, wanted, is_strict, path, group is not None))
         orders = {worker: owner.encode_struct(plan.orders[worker]) for worker in plan.parts.elsewhere}
@@ -54,7 +54,7 @@ def load_from(
         folder = ranks.each(lambda: stack.enter_context(place.open()))
         reader = stack.enter_context(TensorReader(folder, index.tensors))
         found: dict[str, Any] = ranks.each(lambda: reader.decode(plan.values, keeps_ties=True))
-        filling = Workers(f"{doing}, where some objects may be filled already,", timeout_s)
+        filling = Workers(f"{doing} (some objects may already be filled)", timeout_s)
         calls = plan.parts.calls(owner.FILL, lambda worker: (path, orders[worker]))
         ranks.each(lambda: filling.ask(calls, lambda: owner.fill(place, plan.orders[""], plan.parts.here)))
         plan.fill_groups(reader)
@@ -73,14 +73,14 @@ def _read_fits(plan: LoadPlan, worker: str, answer: Any) -> list[Fit]:
     try:
         fits = owner.decode_struct(answer, FitReport).fits
         if len(fits) != len(plan.parts.elsewhere[worker]):
-            raise ValueError("it compared other parts than it was asked to")
+            raise ValueError("it compared other parts than requested")
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"worker {worker} gave no valid answer when it was asked to compare: {error}") from error
+        raise CheckpointError(f"worker {worker} sent an invalid answer to the comparison: {error}") from error
     return fits
 
 
 def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntry]) -> list[dict[str, list[str]]]:
-    """Divide the tensors that each worker of each rank needs: each is checked once, by one that needs it."""
+    """Distribute the checks of all tensors: each is checked once, by a worker that needs it."""
     takers: dict[str, list[list[str]]] = {}
     shares: list[dict[str, list[str]]] = [{worker: [] for worker in found} for found in needed]
     for rank, found in enumerate(needed):
@@ -88,7 +88,7 @@ def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntr
             for name in names:
                 takers.setdefault(name, []).append(shares[rank][worker])
     loads = {id(share): 0 for found in shares for share in found.values()}
-    # Large ones first, so that shares come out even.
+    # Large ones first, so that the shares are even.
     for name in sorted(takers, key=lambda item: (-entries[item].num_bytes, item)):
         share = min(takers[name], key=lambda item: loads[id(item)])
         loads[id(share)] += entries[name].num_bytes
@@ -99,7 +99,7 @@ def _shares(needed: list[dict[str, list[str]]], entries: Mapping[str, TensorEntr
 def _check(
     place: Directory, plan: LoadPlan, shares: dict[str, list[str]], progress: ByteProgress, workers: Workers
 ) -> None:
-    """Have the bytes compared, each worker its share; each must see all files that it needs."""
+    """Let each worker check the bytes of its share; each must see all files that it needs."""
     files = {worker: files_of(plan.entries(names).values(), plan.index.files) for worker, names in plan.needed.items()}
     progress.total = sum(plan.index.tensors[name].num_bytes for names in shares.values() for name in names)
     calls, sizes = [], []
@@ -130,12 +130,12 @@ def _groups_of(entries: Mapping[str, TensorEntry]) -> list[dict[str, TensorEntry
     return groups
 
 
-# -- what is wanted -------------------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Target:
-    """An object that is to be filled, and where the reports on its parts will be."""
+    """An object to fill, and the positions of the reports on its parts."""
 
     path: str
     value: Any
@@ -145,14 +145,14 @@ class _Target:
 
 
 class LoadPlan:
-    """What is wanted, and what of the checkpoint it gets.
+    """The objects to fill, and their entries in the checkpoint.
 
-    With `is_here_only` everything must be on this worker, because ranks fill only what they have.
+    With `is_here_only` everything must be on this worker, because ranks fill only their own objects.
 
     Attributes:
-        values: The node of everything that is a value and not filled into something.
-        orders: What each worker has to know to load; this one's is "".
-        needed: The names of the tensors that each worker will load; this one also needs values and options of groups.
+        values: The node of all values that are not filled into an object.
+        orders: Instructions for each worker; the key of this worker is "".
+        needed: Names of the tensors that each worker will load; for this worker also those of values and group options.
     """
 
     def __init__(self, index: Index, wanted: Any, is_strict: bool, path: str, is_here_only: bool = False) -> None:
@@ -167,7 +167,7 @@ class LoadPlan:
         self.values = {} if values is _NOTHING else values
         if self.parts.elsewhere and is_here_only:
             elsewhere = ", ".join(self.parts.elsewhere)
-            raise CheckpointError(f"ranks fill only what they have, and not what is on {elsewhere}")
+            raise CheckpointError(f"ranks fill only their own objects, and not those on {elsewhere}")
         self._raise_problems(path)
         self.orders = {worker: self._order(saved) for worker, saved in self._saved.items()}
         self.needed = {worker: list(order.tensors) for worker, order in self.orders.items()}
@@ -187,7 +187,7 @@ class LoadPlan:
             for number, (item, below) in enumerate(zip(wanted, saved, strict=True)):
                 self._walk(item, below, join(path, number))
         elif tag_of(node) == "$object":
-            self._problems.append(f"'{path}' was saved as a {node['$object']['kind']}; give one that is to be filled")
+            self._problems.append(f"'{path}' was saved as a {node['$object']['kind']}; pass one to be filled")
 
     def _walk_dict(self, wanted: dict[Any, Any], saved: dict[Any, Node] | None, path: str) -> None:
         if saved is None:
@@ -236,10 +236,10 @@ class LoadPlan:
                 target.sharded.append(key)
                 self._add_shards(target, tensor, saved[key], where)
             elif self.is_strict:
-                self._problems.append(f"'{where}' is wanted and not in the checkpoint")
+                self._problems.append(f"'{where}' is not in the checkpoint")
 
     def _add_shards(self, target: _Target, tensor: ShardedTensor, node: Node, where: str) -> None:
-        """Add shards; each gets what it has in common with what was saved."""
+        """Add shards; each gets its region of the saved tensor."""
         entries = self.index.tensors
         problem = compare(where, tensor, node, entries, self.is_strict)
         if problem:
@@ -269,7 +269,7 @@ class LoadPlan:
         return dict(sorted(found.items(), key=lambda item: (item[1].file, item[1].offset)))
 
     def judge(self, fits: dict[str, list[Fit]], path: str) -> None:
-        """Take what the owners found when they compared."""
+        """Check the owners' comparisons, and raise `CheckpointMismatch` for all problems."""
         for target in self._targets:
             told = [fits[worker][number] for worker, number in target.parts]
             self._problems += [problem for fit in told for problem in fit.problems]
@@ -278,9 +278,9 @@ class LoadPlan:
             missing = [name for fit in told for name in fit.missing]
             claimed = {*target.sharded, *(name for fit in told for name in fit.claimed or ())}
             unexpected = [name for name in items_of(target.node) or {} if name not in claimed]
-            self._problems += [f"'{join(target.path, name)}' is wanted and not in the checkpoint" for name in missing]
+            self._problems += [f"'{join(target.path, name)}' is not in the checkpoint" for name in missing]
             self._problems += [
-                f"'{join(target.path, name)}' is in the checkpoint and not wanted" for name in unexpected
+                f"'{join(target.path, name)}' is in the checkpoint, but not in the object" for name in unexpected
             ]
         self._raise_problems(path)
 
@@ -288,7 +288,7 @@ class LoadPlan:
         if self._problems:
             shown = "\n  ".join(self._problems[:_MAX_SHOWN])
             more = f"\n  and {len(self._problems) - _MAX_SHOWN} more" if len(self._problems) > _MAX_SHOWN else ""
-            text = f"the checkpoint in {path} does not fit what is to be filled; nothing was changed:\n  {shown}{more}"
+            text = f"the checkpoint in {path} does not fit the objects to fill; nothing was changed:\n  {shown}{more}"
             raise CheckpointMismatch(text, tuple(self._problems))
 
     def _optimizers(self) -> Iterator[tuple[DistributedOptimizer, Node]]:
@@ -305,7 +305,7 @@ class LoadPlan:
 
 
 def _values(node: Node, wanted: Any) -> Any:
-    """Return the part of a node that is not an object and is filled into nothing; `_NOTHING` if there is none."""
+    """Return the values of a node that are not filled into an object; `_NOTHING` if there are none."""
     if isinstance(wanted, torch.Tensor) or is_object(wanted) or tag_of(node) == "$object":
         return _NOTHING
     saved = items_of(node)

@@ -1,4 +1,4 @@
-"""What the owners of parts do for a save or a load.
+"""Operations of the owners of parts in a save or a load.
 
     the worker that saves or loads            each owner
     describe(parts)            ------->       checks that everything can be saved; returns how many bytes that is
@@ -8,9 +8,10 @@
     check(tensors)             ------->       compares the bytes in files with their checksums
     fill(parts, saved state)   ------->       loads
 
-What is told about tensors travels as JSON, in bytes; tensors themselves do not travel.
+Descriptions of tensors are sent as JSON, in bytes; tensors themselves are not sent.
 
-Any worker can ask for this, with any data. Every order is checked before anything is done: its types when it is decoded,
+Any worker can call these operations with any data. Every request is checked before anything is done: its types when it
+is decoded,
 names, places and forms by the functions that check an index (`gradwire.checkpoint.index`), and what is to be filled by a
 comparison with it. With ``trust="data"`` an owner only touches directories that were allowed there (`allow_directory`), and
 calls `state_dict` and `load_state_dict` only of modules, optimizers, and classes that have exposed them.
@@ -132,11 +133,11 @@ _decoders: Final[dict[Any, msgspec.json.Decoder[Any]]] = {
 }
 encode_struct: Final = msgspec.json.Encoder().encode
 for _kind, _empty in ((WriteReport, b'{"parts":[],"files":{},"tensors":{}}'), (FitReport, b'{"fits":[]}')):
-    encode_struct(_decoders[_kind].decode(_empty))  # msgspec learns types here, not in two threads at once
+    encode_struct(_decoders[_kind].decode(_empty))  # msgspec prepares the types here, not in two threads at once
 
 
 def decode_struct(data: bytes, kind: type[T]) -> T:
-    """Return the message in bytes; raises what msgspec raises if they are not one."""
+    """Decode a message; raise msgspec's errors if it is not valid."""
     found: T = _decoders[kind].decode(data)
     return found
 
@@ -147,9 +148,9 @@ def decode_struct(data: bytes, kind: type[T]) -> T:
 def _refuse_sharded(path: str, value: Any) -> None:
     if isinstance(value, ShardedTensor):
         raise CannotSave(
-            f"'{path}' on worker {worker_name()} is a sharded tensor whose shards are on other workers; it can be saved "
-            "only by a worker that has the object itself and not a reference: pass the sharded tensor in a call, and "
-            "save that"
+            f"'{path}' on worker {worker_name()} is a sharded tensor whose shards are on other workers; only a worker "
+            f"that holds the object itself, not a reference to it, can save it: pass the sharded tensor in a call, and "
+            f"save it there"
         )
 
 
@@ -171,12 +172,12 @@ def write(
 ) -> WriteReport:
     """Write this worker's file: its parts, and `tensors` besides them.
 
-    `claim` gives the nodes of sharded tensors in the parts. A rank is called otherwise in files: `worker`.
+    `claim` returns the nodes of sharded tensors in the parts. `worker` is the name in files; ranks have their own.
     """
     worker = worker or worker_name()
     name = file_name(generation, worker)
     check_file_name(name, generation)
-    # An optimizer locks itself, then its parameters: its state must be taken before these are locked.
+    # An optimizer locks itself, then its parameters: read its state before the parameters are locked.
     parts = [replace(part, state=state_of(part)) if isinstance(part.value, LocalOptimizer) else part for part in parts]
     with place.open_announced(generation, worker) as folder:
         with snapshots.standing_still(parameters_of(parts)):
@@ -222,7 +223,7 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
             with snapshots.stepping(parameters_of(parts), ()), torch.no_grad():
                 fill_tensors(saved, reader)
     except (CheckpointMissing, CheckpointDamaged) as error:
-        raise _located(error, ", while objects were being filled, some of which may be filled already") from error
+        raise _located(error, " (some objects may already be filled)") from error
 
 
 def _located(error: CheckpointMissing | CheckpointDamaged, when: str = "") -> CheckpointMissing | CheckpointDamaged:
@@ -238,7 +239,7 @@ def _open(place: Directory) -> Folder:
         raise CheckpointMissing(f"cannot open the directory {place.path}: {error.strerror}", str(place.path)) from error
 
 
-# -- orders of other workers --------------------------------------------------------------------------------------------
+# -- requests of other workers ------------------------------------------------------------------------------------------
 
 SentPart = tuple[str, str, RRef[Any], tuple[str, ...]]
 _SentParts = Annotated[list[tuple[str, str, Any, tuple[str, ...]]], msgspec.Meta(min_length=1)]
@@ -249,9 +250,9 @@ def send(part: Part) -> SentPart:
 
 
 def _read_parts(sent: Any, method: str) -> list[Part]:
-    found = read_plain(sent, _SentParts, "not the parts of an order")
+    found = read_plain(sent, _SentParts, "invalid parts of a checkpoint request")
     if not all(isinstance(rref, RRef) for _, _, rref, _ in found):
-        raise DecodeError("not the parts of an order: each needs a reference")
+        raise DecodeError("invalid parts of a checkpoint request: each needs a reference")
     parts = [Part(path, prefix, rref.local_value(), names=names) for path, prefix, rref, names in found]
     if context.here().agent.trust == "data":
         for part in parts:
@@ -264,25 +265,25 @@ def _read_order(order: Any, kind: type[T]) -> T:
     try:
         return decode_struct(order, kind)
     except (msgspec.MsgspecError, RecursionError, TypeError) as error:
-        raise DecodeError(f"not an order for the owner of something in a checkpoint: {error}") from error
+        raise DecodeError(f"invalid checkpoint request: {error}") from error
 
 
 def _read_load(order: Any, sent: Any) -> tuple[LoadOrder, list[Part]]:
     read, parts = _read_order(order, LoadOrder), _read_parts(sent, "load_state_dict")
     if len(parts) != len(read.parts):
-        raise DecodeError(f"an order to load {len(read.parts)} parts came with {len(parts)}")
+        raise DecodeError(f"a request to load {len(read.parts)} parts came with {len(parts)}")
     return read, parts
 
 
 def _read_generation(generation: Any) -> str:
     if type(generation) is not str or not GENERATION.fullmatch(generation):
-        raise DecodeError(f"{generation!r:.200} is not a generation of a checkpoint")
+        raise DecodeError(f"{generation!r:.200} is not a valid checkpoint generation")
     return generation
 
 
 def _read_directory(directory: Any) -> Directory:
     if type(directory) is not str or not directory or "\0" in directory:
-        raise DecodeError(f"{directory!r:.200} is not the path of a directory")
+        raise DecodeError(f"{directory!r:.200} is not a valid directory path")
     if context.here().agent.trust != "data":
         return Directory(directory)
     real = Path(os.path.realpath(directory))
@@ -296,7 +297,7 @@ def _read_directory(directory: Any) -> Directory:
 
 
 def _check_wanted(_: int) -> None:
-    """Stop reading for a worker that does not wait any more, by an error: a file can be as large as it likes."""
+    """Raise if the caller no longer waits, to stop reading: a file can be very large."""
     current_agent().server.time_left(0.0)
 
 
@@ -349,7 +350,7 @@ class Parts:
         self.elsewhere: dict[str, list[Part]] = {}
 
     def add(self, part: Part) -> tuple[str, int]:
-        """Add a part, and return where its report will be: the worker ("" for this one), and its number there."""
+        """Add a part, and return the position of its report: the worker ("" for this one), and its number there."""
         if isinstance(part.value, RRef) and not part.value.is_owner():
             name, found = part.value.owner_name(), self.elsewhere.setdefault(part.value.owner_name(), [])
         else:

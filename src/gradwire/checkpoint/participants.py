@@ -1,8 +1,10 @@
 """The workers and ranks that save or load together: a step succeeds on all of them, or raises an error.
 
-Over RPC workers one of them runs the program and asks the others (`Workers`). In a process group every rank runs it, and
-between two steps ranks tell each other how it went (`Ranks`). So an error anywhere has the same consequences in both: a save
-counts from the rename of the index on, and a load changes nothing before its last step.
+Over RPC workers one of them runs the program and asks the others (`Workers`). In a process group every rank runs it,
+and ranks
+exchange the outcome of each step (`Ranks`). So an error has the same consequences in both: a save takes effect when the
+index is
+renamed, and a load changes nothing before its last step.
 """
 
 from __future__ import annotations
@@ -49,8 +51,10 @@ class Workers:
     ) -> tuple[T, list[tuple[str, Any]]]:
         """Call workers, do this worker's part (`here`) meanwhile, and wait for all, also if one fails.
 
-        `on_answer` is called with the number of a call that has ended, in another thread; `on_poll` now and then. Returns
-        the result of this worker's part, and every answer with the worker's name, in the order of the calls.
+        `on_answer` is called with the number of a call that has ended, in another thread; `on_poll` periodically.
+
+        Returns:
+            The result of this worker's part, and every answer with the worker's name, in the order of the calls.
         """
         futures: list[tuple[str, Any]] = []
         failures: list[tuple[str, Exception]] = []
@@ -64,7 +68,7 @@ class Workers:
 
         for number, (worker, function, args) in enumerate(calls):
             try:
-                with torch.no_grad():  # has no part in any graph
+                with torch.no_grad():  # not part of any graph
                     future = rpc.rpc_async(worker, function, args, timeout=self._timeout_s)
             except Exception as error:
                 failures.append((worker, error))

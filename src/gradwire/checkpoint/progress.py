@@ -1,4 +1,4 @@
-"""The progress of a save or load: a bar on a terminal, calls of a function of the user's, or nothing."""
+"""The progress of a save or load: a bar on a terminal, calls of a user function, or nothing."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from gradwire import _interrupts
 from gradwire._progress_bar import DelayedBar
 
 ProgressOption = bool | Callable[[int, int], None] | None
-"""None: a bar on a terminal. False: none. A function: called with the bytes done and the bytes in all."""
+"""None: a bar on a terminal. False: none. A function: called with the bytes done and the total bytes."""
 
 _INTERVAL_S: Final = 0.1
 
 
 class ByteProgress:
-    """Counts bytes, and shows them now and then. Refreshed by its user, so that it needs no thread."""
+    """Counts bytes, and shows them periodically. Its user refreshes it, so that it needs no thread."""
 
     def __init__(self, description: str, option: ProgressOption) -> None:
         self._callback = option if callable(option) else None
@@ -41,7 +41,7 @@ class ByteProgress:
             self._bar.stop()
 
     def advance(self, num_bytes: int) -> None:
-        """Count bytes that are done, and show them if it is time to.
+        """Count bytes that are done, and show them if a refresh is due.
 
         Files can be large, so a deferred Ctrl-C is raised here: between two pieces of one.
         """
@@ -82,7 +82,7 @@ def _tell(callback: Callable[[int, int], None], num_bytes: int, total: int) -> N
 
 
 class WatchedFiles:
-    """How much other workers have written, as the sizes of their files show: no worker has to report it."""
+    """Reads how much other workers have written from the sizes of their files, so that no worker has to report it."""
 
     def __init__(self, paths: list[Path]) -> None:
         self._sizes = dict.fromkeys(paths, 0)

@@ -1,8 +1,10 @@
 """Reading and writing the safetensors files of a checkpoint.
 
-Where tensors are and what they must be is known from the index, so the header of a file is only compared, never interpreted.
-All bytes are checked before anything is loaded, and are read once more into the memory where they are wanted. Every place is
-compared with the size of the file before memory is spent. Files are read and never mapped: a file that is cut off while it
+Places, shapes and dtypes of tensors are known from the index, so the header of a file is only compared, never
+interpreted. All
+bytes are checked before anything is loaded, and then read again into their destination. Every place is compared with
+the size of
+the file before memory is allocated. Files are read and never mapped: a file that is cut off while it
 is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
 """
 
@@ -38,10 +40,10 @@ from gradwire.wire.tensors import as_bytes
 OnBytes = Callable[[int], None]
 """Called with the number of bytes that were read or written since the last call."""
 
-_PIECE: Final = 2 << 20  # small enough to be in the cache still when its checksum is taken
-_STAGED_ELEMENTS: Final = (32 << 10) - 1  # torch copies more of them with threads, and waits for the slowest each time
+_PIECE: Final = 2 << 20  # small enough to stay in the cache until its checksum is computed
+_STAGED_ELEMENTS: Final = (32 << 10) - 1  # torch copies more with several threads, and waits for the slowest one
 _LARGEST_ITEM: Final = max(dtype.itemsize for dtype in DTYPES.values())
-_RESERVED: Final = "__metadata__"  # has a meaning of its own in headers
+_RESERVED: Final = "__metadata__"  # reserved in headers
 _IN_TWO_PARTS: Final = (torch.complex128, torch.complex32)
 _WRITE_BACK_EVERY: Final = 16 << 20
 _ALIGNMENT: Final = 64  # of the first tensor
@@ -51,7 +53,7 @@ _ALIGNMENT: Final = 64  # of the first tensor
 
 
 class TensorSet:
-    """The tensors that one worker is to write, by name. The same memory is kept once."""
+    """The tensors that one worker writes, by name. The same memory is stored once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
@@ -62,7 +64,7 @@ class TensorSet:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def place(self, path: str, tensor: torch.Tensor) -> str:
-        """Add a tensor, and return the name of the one that is kept."""
+        """Add a tensor, and return the name of the one that is stored."""
         _check_savable(path, tensor)
         key = _identity(tensor)
         if key is not None and key in self._names:
@@ -77,7 +79,7 @@ class TensorSet:
 def _check_savable(path: str, tensor: torch.Tensor) -> None:
     problem = ""
     if tensor.layout is not torch.strided:
-        problem = f"it is of layout {tensor.layout}; save its indices and values"
+        problem = f"its layout is {tensor.layout}; save its indices and values"
     elif tensor.dtype not in NAMES:
         problem = f"its dtype is {tensor.dtype}"
     elif tensor.is_meta:
@@ -85,13 +87,13 @@ def _check_savable(path: str, tensor: torch.Tensor) -> None:
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         problem = f"it is a {type(tensor).__name__}, not a plain tensor"
         if type(tensor).__name__ == "DTensor":
-            problem += "; save what gradwire.shard.from_dtensor makes of it"
+            problem += "; save the result of gradwire.shard.from_dtensor"
     if problem:
         raise CannotSave(f"tensor '{path}' cannot be saved: {problem}", tensor=path)
 
 
 def _identity(tensor: torch.Tensor) -> Any:
-    """Return the same for tensors that are the same memory, seen the same way; None for those without memory."""
+    """Return a key that is equal for tensors with the same memory and view; None for those without memory."""
     if tensor.numel() == 0:
         return None
     flags = (tensor.is_conj(), tensor.is_neg())
@@ -101,9 +103,9 @@ def _identity(tensor: torch.Tensor) -> Any:
 def write_file(
     folder: Folder, file_name: str, tensors: Mapping[str, torch.Tensor], worker: str, host: str, on_bytes: OnBytes
 ) -> tuple[FileEntry, dict[str, TensorEntry]]:
-    """Write a new file, and have it on disk before it returns; if that fails, no file is left.
+    """Write a new file, and sync it to disk; if that fails, no file is left.
 
-    None of the tensors may change meanwhile. An error names the file and the tensor that could not be written.
+    The tensors must not change meanwhile. An error names the file and the tensor that could not be written.
     """
     ordered = dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))  # so that all are aligned
     header, entries, name = _header(ordered), {}, ""
@@ -126,20 +128,19 @@ def write_file(
             failpoint("synced")
             undo.pop_all()
     except FileExistsError as error:
-        raise CheckpointWriteFailed(f"worker {worker} finds that {path} exists already", file_name) from error
+        raise CheckpointWriteFailed(f"worker {worker} cannot write {path}: it already exists", file_name) from error
     except OSError as error:
         text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
         raise CheckpointWriteFailed(
-            f"{text}. Make room there, or save to another directory", file_name, name
+            f"{text}. Free some space there, or save to another directory", file_name, name
         ) from error
     return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
 
 
 class _Output:
-    """A file that is written from beginning to end.
+    """A file that is written sequentially.
 
-    The kernel is told to begin with the disk while the rest is still being copied, so that little is left to wait for at the
-    end: without that it begins when it is told to finish.
+    The kernel starts writing to disk while the rest is still being copied, so that the final sync is short.
     """
 
     def __init__(self, descriptor: int, on_bytes: OnBytes) -> None:
@@ -192,7 +193,7 @@ def _write_tensor(output: _Output, tensor: torch.Tensor) -> str:
             piece = view[start : start + _PIECE]
             checksum = zlib.crc32(piece, checksum)
             output.write(piece)
-        del owner  # lived until here: the view does not keep it
+        del owner  # kept alive until here: the view does not keep it
     return show_checksum(checksum)
 
 
@@ -290,9 +291,9 @@ class _File:
 
 
 class TensorReader:
-    """Reads tensors of a checkpoint, where possible straight into the memory where they are wanted. Check the files first.
+    """Reads tensors of a checkpoint, where possible directly into their destination. Check the files first.
 
-    Close it, or use it in a ``with`` statement: it keeps the files open that it has read from. The folder must be open when
+    Close it, or use it in a ``with`` statement: it keeps files open that it has read from. The folder must be open when
     a tensor of a file is read for the first time.
     """
 
@@ -300,7 +301,7 @@ class TensorReader:
         self._folder = folder
         self.entries = entries
         self._files: dict[str, _File] = {}
-        self._staging = bytearray()  # made when it is needed
+        self._staging = bytearray()  # created when needed
 
     def __enter__(self) -> TensorReader:
         return self
@@ -313,13 +314,13 @@ class TensorReader:
             self._files.popitem()[1].close()
 
     def decode(self, node: Node, keeps_ties: bool = False) -> Any:
-        """Return the value of a node; with `keeps_ties` a tensor that was saved once and is there twice is one tensor."""
+        """Return the value of a node; with `keeps_ties`, a tensor that was saved once and appears twice is one tensor."""
         return decode(node, functools.cache(self.copied) if keeps_ties else self.copied, self)
 
     def copied(self, name: str) -> torch.Tensor:
-        """Return a tensor, with memory of its own."""
+        """Return a tensor with its own memory."""
         entry = self.entries[name]
-        self._file_of(name)  # is long enough; memory is spent after that
+        self._file_of(name)  # checks its size before memory is allocated
         made = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
         self.read_into(made, name)
         return made
@@ -327,7 +328,7 @@ class TensorReader:
     def read_into(self, target: torch.Tensor, name: str, region: Box | None = None) -> None:
         """Read a tensor, or a part of it, into a tensor of the same shape; the values are converted to its dtype.
 
-        What is read as a whole is compared with its checksum once more. On an error, some of it may have been filled.
+        A tensor that is read as a whole is compared with its checksum again. On an error, part of it may have been filled.
         """
         entry, file = self.entries[name], self._file_of(name)
         all_of_it = whole(entry.shape)
@@ -338,7 +339,7 @@ class TensorReader:
         dtype, strides, checksum = DTYPES[entry.dtype], _strides(entry.shape), 0
         is_plain = _is_plain(target, dtype)
         if is_plain:
-            torch.autograd.graph.increment_version(target)  # torch does not see that others write into its memory
+            torch.autograd.graph.increment_version(target)  # torch does not notice writes to its memory from outside
         is_copied_by_torch = not is_plain and target.is_cpu
         for box in _spans(region, strides, _STAGED_ELEMENTS if is_copied_by_torch else _PIECE // dtype.itemsize):
             part = target[box.slices_in(region)]
@@ -368,14 +369,14 @@ class TensorReader:
         return file
 
     def _staged(self, num_bytes: int) -> memoryview:
-        """Return memory that is used again and again: memory that was never touched is slow."""
+        """Return a reusable buffer: memory that was never used is slow."""
         if len(self._staging) < num_bytes:
             self._staging = bytearray(max(_PIECE, _STAGED_ELEMENTS * _LARGEST_ITEM))
         return memoryview(self._staging)[:num_bytes]
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the memory of a tensor has nothing but its values, one after the other."""
+    """Return whether the memory of a tensor holds exactly its values, contiguously."""
     if type(tensor) is not torch.Tensor or tensor.device.type != "cpu" or tensor.layout is not torch.strided:
         return False
     is_as_it_looks = tensor.dtype is dtype and not tensor.is_conj() and not tensor.is_neg()
@@ -392,15 +393,14 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _span(sizes: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Return how many elements there are from the first one to the last one."""
+    """Return the number of elements from the first one to the last one."""
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
 def _spans(region: Box, strides: tuple[int, ...], most_without_gaps: int) -> Iterator[Box]:
-    """Cut a part of a tensor into boxes that can be read at once, in the order of the file.
+    """Split a part of a tensor into boxes that can be read at once, in the order of the file.
 
-    Where elements are wanted that are not beside each other, what lies between them is read, too, if that is not much.
-    If all of them are wanted, `most_without_gaps` are read at once.
+    Small gaps between the elements are read, too. Without gaps, up to `most_without_gaps` elements are read at once.
     """
     span = _span(region.sizes, strides)
     most = most_without_gaps if span == region.num_elements else _STAGED_ELEMENTS
@@ -422,10 +422,11 @@ _KNOWN: Final = (torch.Tensor.shape.__get__, torch.Tensor.size)  # type: ignore[
 
 
 class StoredTensor(torch.Tensor):
-    """Stands for a saved tensor. Make one with `stored`.
+    """A saved tensor that is read when it is used. Create one with `stored`.
 
-    Its shape is known without reading, and ``x.copy_(stored)`` reads into ``x``. For anything else, hooks that scale or
-    slice it for example, it is read into memory of its own first.
+    Its shape is known without reading, and ``x.copy_(stored)`` reads into ``x``. For any other operation, such as hooks
+    that scale
+    or slice it, it is read into its own memory first.
     """
 
     _fill: Callable[[torch.Tensor], None]
@@ -464,7 +465,7 @@ class StoredTensor(torch.Tensor):
 
 
 def _plain(value: Any) -> Any:
-    """Return arguments of a function with the values of stored tensors in their places."""
+    """Return arguments of a function with stored tensors replaced by their values."""
     if isinstance(value, StoredTensor):
         return value._read()
     if type(value) in (list, tuple):

@@ -1,4 +1,4 @@
-"""Saving: find out which worker owns what, have all of them write, and then make it the checkpoint.
+"""Saving: find the owners of all parts, let them write, and then publish the checkpoint.
 
 1. everything can be saved, and the directory is seen       where each part is
 2. a file of each worker                                    where each part is
@@ -36,10 +36,10 @@ from gradwire.shard.worker_backend import WorkerBackend
 from gradwire.versions import GRADWIRE_VERSION
 
 Reports = dict[str, WriteReport]
-"""By worker; this one's is ""."""
+"""Reports by worker; the key of this worker is ""."""
 
 Pieces = dict[str, list[tuple[str, tuple[int, ...]]]]
-"""Of sharded tensors, by their paths: names of pieces, and where they begin."""
+"""Pieces of sharded tensors by path: their names and offsets."""
 
 
 def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: float, group: Any = None) -> Index:
@@ -56,7 +56,7 @@ def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: f
             progress.total = num_bytes
             reports = ranks.each(lambda: _write(place, generation, plan, workers, ranks.name, progress))
             progress.num_bytes = progress.total
-        # The states of parts stay where they are: only the rank that has asked for them needs them.
+        # The states of parts are not sent to other ranks: only the rank that asked for them needs them.
         bare = [WriteReport([], report.files, report.tensors) for report in reports.values()]
         written = ranks.all(lambda: (bare, plan.pieces(reports)))
         failpoint("files-written")
@@ -64,7 +64,7 @@ def save_into(place: Directory, state: Any, option: ProgressOption, timeout_s: f
 
 
 def _describe(place: Directory, generation: str, plan: SavePlan, workers: Workers) -> int:
-    """Return how many bytes will be written; everything can be saved."""
+    """Check that everything can be saved; return how many bytes will be written."""
     own, answers = workers.ask(
         plan.parts.calls(owner.DESCRIBE, lambda _: (str(place.path), generation)),
         lambda: owner.describe(place, generation, plan.parts.here, plan.claim_known),
@@ -92,11 +92,11 @@ def _read_report(plan: SavePlan, worker: str, generation: str, answer: Any) -> W
     try:
         report = owner.decode_struct(answer, WriteReport)
         if len(report.parts) != len(plan.parts.elsewhere[worker]):
-            raise ValueError("it reports on other parts than it was asked to write")
+            raise ValueError("it reports other parts than requested")
         if not {*report.files, *(entry.file for entry in report.tensors.values())} <= {file_name(generation, worker)}:
-            raise ValueError("it reports on files that are not its own")
+            raise ValueError("it reports files that are not its own")
     except (msgspec.MsgspecError, RecursionError, TypeError, ValueError) as error:
-        raise CheckpointError(f"worker {worker} gave no valid report on what it has written: {error}") from error
+        raise CheckpointError(f"worker {worker} sent an invalid report of the files it wrote: {error}") from error
     return report
 
 
@@ -114,7 +114,7 @@ def _publish(
             pieces.setdefault(path, []).extend(found)
     tensors = {name: entry for report in told for name, entry in report.tensors.items()}
     if len(tensors) != sum(len(report.tensors) for report in told):
-        raise CheckpointDamaged("two workers wrote a tensor of the same name; this is a fault of gradwire")
+        raise CheckpointDamaged("two workers wrote a tensor of the same name; this is a bug in gradwire")
     index = Index(
         generation=generation,
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -123,17 +123,17 @@ def _publish(
         tensors=tensors,
         state=plan.finish(reports, pieces, tensors),
     )
-    check(index, "that is to be written")  # whatever others have reported: an index in its place can be loaded
+    check(index, "that is to be written")  # whatever others have reported: a published index must be loadable
     place.publish(index)
     return index
 
 
-# -- what there is to save ------------------------------------------------------------------------------------------------
+# -- the plan ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class _Sharded:
-    """A sharded tensor, where its shards begin, and where the reports on them will be."""
+    """A sharded tensor, the offsets of its shards, and the positions of the reports on them."""
 
     path: str
     tensor: ShardedTensor
@@ -143,7 +143,7 @@ class _Sharded:
 
 @dataclass(slots=True)
 class _Object:
-    """An object, and where the reports on its parts will be."""
+    """An object, and the positions of the reports on its parts."""
 
     path: str
     value: Any
@@ -153,15 +153,16 @@ class _Object:
 
 
 class SavePlan:
-    """What there is to save, and which worker has it.
+    """The objects to save, and the workers that have them.
 
-    With a process group, its ranks save together, and only the first one writes what is not sharded; without one, this
-    worker asks all others. `tensors` is what this worker writes besides its parts.
+    With a process group, its ranks save together, and only the first one writes objects that are not sharded; without
+    one, this worker asks
+    all others. `tensors` are written by this worker besides its parts.
     """
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:
         if type(state) is not dict:
-            raise CannotSave(f"save needs a dict of what to save, not a {type(state).__name__}")
+            raise CannotSave(f"save needs a dict of objects, not a {type(state).__name__}")
         self.parts = Parts()
         self.tensors = TensorSet()
         self._group = group
@@ -189,7 +190,7 @@ class SavePlan:
         if isinstance(part.value, RRef) and not part.value.is_owner():
             if self._group is not None:
                 raise CannotSave(
-                    f"'{part.path}' is on worker {part.value.owner_name()}; ranks save only what they have"
+                    f"'{part.path}' is on worker {part.value.owner_name()}; ranks save only their own objects"
                 )
             return self.parts.add(part)
         if isinstance(part.value, RRef):
@@ -211,12 +212,12 @@ class SavePlan:
     def _add_sharded(self, path: str, tensor: ShardedTensor) -> tree.Node:
         if isinstance(tensor._backend, GroupBackend) and tensor._backend._group is not self._group:
             raise CannotSave(
-                f"'{path}' is divided among the ranks of a process group; pass process_group=... on every rank of it"
+                f"'{path}' is sharded over the ranks of a process group; pass process_group=... on every rank of it"
             )
         if isinstance(tensor._backend, WorkerBackend) and self._group is not None:
             raise CannotSave(
-                f"'{path}' is divided among RPC workers, and ranks save only what they have; save it from one worker, to "
-                "a directory of its own"
+                f"'{path}' is sharded over RPC workers, and ranks save only their own objects; save it from one "
+                f"worker, to a separate directory"
             )
         shards = [
             (box, self.parts.add(stateful.Part(tree.piece_path(path, box.offsets), "", part)))
@@ -235,7 +236,7 @@ class SavePlan:
         }
 
     def finish(self, reports: Reports, pieces: Pieces, entries: dict[str, TensorEntry]) -> tree.Node:
-        """Return the node of the whole state, with what the owners have reported on their parts.
+        """Return the node of the whole state, with the owners' reports on their parts.
 
         The pieces of sharded tensors, and the entries of tensors, come from all ranks.
         """
@@ -263,8 +264,8 @@ def _sharded_node(
     num_elements = sum(math.prod(entries[name].shape) for name, _ in pieces)
     if num_elements != found.tensor.numel():
         raise CheckpointError(
-            f"of sharded tensor '{found.path}' {num_elements} elements were written, and it has {found.tensor.numel()}; all "
-            "ranks must save the same things under the same names"
+            f"sharded tensor '{found.path}' has {found.tensor.numel()} elements, but {num_elements} were written; all "
+            f"ranks must save the same objects under the same names"
         )
     return tree.sharded_node(NAMES[found.tensor.dtype], found.tensor.size(), pieces)
 

@@ -1,7 +1,7 @@
 """Objects that are saved and filled: their state, whether a saved state fits them, and loading it.
 
-An object is split into *parts*, one for each worker that has something of it. `split` runs on the worker that saves or
-loads, everything else where the part is.
+An object is split into *parts*, one for each worker that holds some of it. `split` runs on the worker that saves or loads,
+everything else on the worker that holds the part.
 
     RemoteModule, RRef              one part, on the owner
     nn.Module                       one part, here; if RemoteModules are inside of it, one more for each
@@ -44,7 +44,7 @@ from gradwire.shard.torch_optimizer import Form, beside, state_problem
 
 
 class PartState(msgspec.Struct, frozen=True):
-    """What is saved of a part: values where the part is, and nodes in the report on it."""
+    """The state of a part: values on the worker that holds it, and nodes in the report on it."""
 
     kind: str  # module, tensor, optimizer or stateful
     type_name: str
@@ -54,18 +54,18 @@ class PartState(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something of an object that one worker has."""
+    """The part of an object that one worker holds."""
 
     path: str  # of the object
-    prefix: str  # what the part's keys have in front of them in the object's state
+    prefix: str  # prefix of the part's keys in the object's state
     value: Any  # the part itself, or a reference to it
-    is_own_only: bool = False  # of a module, only what is directly in it: its submodules are parts of their own
+    is_own_only: bool = False  # of a module, only its own tensors: its submodules are other parts
     names: tuple[str, ...] = ()  # of an optimizer, the parameters that it has on that worker
-    state: PartState | None = None  # what is to be saved of it, if that is known already
+    state: PartState | None = None  # the state to save, if it is already known
 
 
 def is_object(value: Any) -> bool:
-    """Return whether it is filled when it is loaded, and not just a value."""
+    """Return whether a value is an object that a load fills."""
     if isinstance(value, RRef | nn.Module | torch.optim.Optimizer):
         return True
     has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
@@ -115,7 +115,7 @@ def find_sharded(value: Any, depth: int = 0) -> Iterator[ShardedTensor]:
         yield value
     elif isinstance(value, dict | list | tuple):
         items = value.values() if isinstance(value, dict) else value
-        for item in items if depth <= tree.MAX_DEPTH else ():  # deeper ones are refused elsewhere, with a reason
+        for item in items if depth <= tree.MAX_DEPTH else ():  # deeper ones are refused elsewhere, with an error
             yield from find_sharded(item, depth + 1)
     elif isinstance(value, nn.Module):
         for module in value.modules():
@@ -131,7 +131,7 @@ def group_of(state: Any, given: Any) -> Any:
     group = given if given is not None or not groups else groups[0]
     if any(item is not group for item in groups):
         raise ConfigurationError(
-            "there are sharded tensors of different process groups; use a checkpoint of its own for each group"
+            "the sharded tensors are in different process groups; save one checkpoint for each group"
         )
     return group
 
@@ -177,13 +177,13 @@ def state_of(part: Part) -> PartState:
 
 
 def _module_state(part: Part) -> Any:
-    keep_vars = _has_sharded(part.value)  # sharded ones themselves, not others that share their memory
+    keep_vars = _has_sharded(part.value)  # the sharded tensors themselves, not aliases of their memory
     if part.is_own_only:
         return _torch.own_state_dict(part.value, keep_vars)
     return _run(part.value.state_dict, keep_vars=keep_vars)
 
 
-@interruptible  # an object of the user's may take as long as it likes
+@interruptible  # user code, which may take long
 def _run(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return method(*args, **kwargs)
 
@@ -199,18 +199,18 @@ def parameters_of(parts: Sequence[Part]) -> list[torch.Tensor]:
     return found
 
 
-# -- does a saved state fit? ----------------------------------------------------------------------------------------------
+# -- comparison ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    claimed: tuple[str, ...] | None = None  # the keys that the part takes; None if it takes all
-    missing: tuple[str, ...] = ()  # keys that the part wants and the checkpoint does not have
-    problems: tuple[str, ...] = ()  # what does not fit, one line each
+    claimed: tuple[str, ...] | None = None  # the keys that the part loads; None for all
+    missing: tuple[str, ...] = ()  # keys of the part that the checkpoint does not have
+    problems: tuple[str, ...] = ()  # one line for each mismatch
 
 
 def fit(part: Part, node: Node, entries: Entries, is_strict: bool) -> Fit:
-    """Compare a part with the saved state of its object; if it is strict, also dtypes. Changes nothing."""
+    """Compare a part with the saved state of its object, with `is_strict` also dtypes. Change nothing."""
     value = part.value
     if isinstance(value, LocalOptimizer):
         saved = items_of(node) or {}
@@ -262,10 +262,10 @@ def compare(where: str, target: torch.Tensor, node: Node, entries: Entries, is_s
 
 
 def _uncovered(where: str, node: Node, entries: Entries) -> tuple[str, ...]:
-    """Return a problem if pieces of a tensor that is compared with nothing are missing: it could be of any size."""
+    """Return a problem if pieces of a tensor without a target are missing: it could have any size."""
     if all(tree.is_covered(body, entries) for body in tree.bodies(node)):
         return ()
-    return (f"'{where}' has a sharded tensor in the checkpoint of which parts are missing",)
+    return (f"'{where}' is a sharded tensor in the checkpoint, and some of its shards are missing",)
 
 
 def _optimizer_problems(part: Part, node: Node, entries: Entries) -> Iterator[str]:
@@ -323,7 +323,7 @@ def fill_stateful(parts: Sequence[Filled], reader: TensorReader) -> None:
             except CheckpointError:
                 raise
             except Exception as error:
-                text = f"{type(part.value).__name__} did not take its state: {type(error).__name__}: {error}"
+                text = f"{type(part.value).__name__} rejected its state: {type(error).__name__}: {error}"
                 raise CheckpointError(f"'{part.path}' was not loaded: {text}") from error
         undo.pop_all()
 

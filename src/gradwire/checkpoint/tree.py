@@ -9,8 +9,9 @@ with one key that starts with ``$``:
     a tensor          {"$tensor": its name}         a module          {"$object": {...}}, see `object_node`
     a sharded tensor  {"$sharded": {...}}, see `sharded_node`
 
-No class is ever named that loading would have to import. Types are compared exactly: a subclass of ``int`` that comes back
-as an ``int`` would be a surprise, so it is refused.
+The format never names a class that loading would have to import. Types must match exactly: a subclass of ``int`` would
+be loaded
+as a plain ``int``, so it is refused.
 
 The place of a value is its *path*: the keys that lead to it, joined by ``/`` (``model/0.weight``). Paths are unique, so
 they name the tensors.
@@ -43,7 +44,7 @@ SHARDED: Final = "$sharded"
 _TENSOR: Final = "$tensor"
 _MAX_NODE_DEPTH: Final = 4 * MAX_DEPTH  # a value takes up to three levels of lists and dicts
 _MAX_SIZE: Final = 2**62
-_SAFE_INT: Final = 2**53  # larger ones would not survive other readers of JSON
+_SAFE_INT: Final = 2**53  # other readers of JSON lose digits of larger ones
 _CONTAINERS: Final[dict[type, str]] = {
     tuple: "$tuple",
     torch.Size: "$size",
@@ -58,7 +59,7 @@ def join(path: str, key: Any) -> str:
 
 
 def piece_path(path: str, offsets: Sequence[int]) -> str:
-    """Return the path of a piece. No path of a user has this form: "~" is followed by a digit there."""
+    """Return the path of a piece. No user's path has this form: there, "~" is followed by a digit."""
     return f"{path}~@{','.join(map(str, offsets))}"
 
 
@@ -66,7 +67,7 @@ def piece_path(path: str, offsets: Sequence[int]) -> str:
 
 
 class Encoder:
-    """Turns values into nodes. Every tensor is kept by `place`, under the name that this returns.
+    """Converts values to nodes. `place` stores every tensor, and returns its name.
 
     `claim` is called with each value first; it returns its node, or None to leave the value to the encoder.
     """
@@ -133,14 +134,14 @@ def _encode_scalar(value: Any, path: str) -> Node:
         return {"$dtype": str(value).removeprefix("torch.")}
     if kind is torch.device:
         return {"$device": str(value)}
-    advice = "Save the values that are needed to make it again"
+    advice = "Save the values that are needed to create it again"
     if hasattr(value, "name") and hasattr(value, "value"):
         advice = "Save its .value or .name"
     elif hasattr(value, "item"):
         advice = "Save its .item()"
     raise CannotSave(
-        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: a value of a checkpoint must be a "
-        f"tensor, a number, text, bytes, None, or a dict, list or tuple of such. {advice}"
+        f"'{path}' is a {kind.__module__}.{kind.__qualname__}, which cannot be saved: a value of a checkpoint must be "
+        f"a tensor, a number, text, bytes, None, or a dict, list or tuple of these. {advice}"
     )
 
 
@@ -219,7 +220,7 @@ def items_of(node: Node) -> dict[Any, Node] | None:
         try:
             return {decode(key, _refuse_tensor): item for key, item in node[tag]}
         except TypeError as error:  # a list cannot be a key
-            raise CheckpointDamaged(f"the index has a dict with a key that cannot be one: {error}") from error
+            raise CheckpointDamaged(f"the index has a dict with an invalid key: {error}") from error
     return node if type(node) is dict and tag is None else None
 
 
@@ -228,7 +229,7 @@ def _refuse_tensor(name: str) -> Any:
 
 
 def dict_node(items: Mapping[str, Node]) -> Node:
-    """Return the node of a dict whose values are nodes already."""
+    """Return the node of a dict whose values are nodes."""
     if any(key.startswith("$") for key in items):
         return {"$dict": [[key, item] for key, item in items.items()]}
     return dict(items)
@@ -258,7 +259,7 @@ def bodies(node: Node, tags: Sequence[str] = (SHARDED,)) -> Iterator[Any]:
 
 
 def check_node(node: Node, depth: int = 0) -> None:
-    """Check what others rely on: every object has its fields, every tensor a name, every pair two items."""
+    """Check the form of a node: every object has its fields, every tensor a name, every pair two items."""
     if depth > _MAX_NODE_DEPTH:
         raise ValueError("it is nested too deeply")
     if type(node) is dict:

@@ -8,7 +8,7 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Run the command line of this process, and end the process with its exit code."""
+    """Run the command line of this process and exit with its exit code."""
     from gradwire.cli.app import app
     from gradwire.cli.console import say_error
     from gradwire.errors import GradwireError

@@ -1,6 +1,6 @@
 """The commands of `gradwire`, with their options and help texts.
 
-What a command needs is imported when it runs: the help has to appear at once.
+Each command imports what it needs when it runs, so that the help appears at once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-_EXIT_CODES = "Exit codes: 0 success, 1 failed, 2 wrong usage, 130 Ctrl-C."
+_EXIT_CODES = "Exit codes: 0 success, 1 failed, 2 usage error, 130 Ctrl-C."
 _PROGRAM_SETTINGS = {"allow_interspersed_args": False, "ignore_unknown_options": True}
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -31,7 +31,7 @@ app = typer.Typer(
 keys = typer.Typer(
     no_args_is_help=True,
     context_settings=_HELP,
-    help="Make, sign and look at the keys of clusters on several machines.",
+    help="Create, sign and inspect the keys of clusters that span several machines.",
     epilog="More: docs/guides/clusters.md. " + _EXIT_CODES,
 )
 app.add_typer(keys, name="keys")
@@ -73,7 +73,7 @@ def gradwire(
     """
 
 
-_Program = Annotated[str, typer.Argument(metavar="PROGRAM", help="A script; with [bold]-m[/], a module.")]
+_Program = Annotated[str, typer.Argument(metavar="PROGRAM", help="A script or, with [bold]-m[/], a module.")]
 _Arguments = Annotated[
     Optional[list[str]],  # noqa: UP045  # typer reads this on Python 3.10 as well
     typer.Argument(metavar="ARGS", help="Arguments of the program.", show_default=False),
@@ -84,14 +84,14 @@ _IsModule = Annotated[bool, typer.Option("-m", "--module", help="PROGRAM is a mo
 @_command(
     app,
     context_settings=_PROGRAM_SETTINGS,
-    epilog="Exit codes: that of the first rank that fails (128 + N if signal N killed it), else 0; 2 wrong usage; "
+    epilog="Exit code: that of the first rank that fails (128 + N if signal N killed it), else 0; 2 usage error; "
     "130 Ctrl-C.",
 )
 def run(
     program: _Program,
     args: _Arguments = None,
     num_ranks: Annotated[
-        int, typer.Option("-n", "--num-ranks", metavar="N", min=1, max=65_535, help="How many processes.")
+        int, typer.Option("-n", "--num-ranks", metavar="N", min=1, max=65_535, help="Number of processes.")
     ] = 1,
     is_module: _IsModule = False,
     num_threads: Annotated[
@@ -100,22 +100,23 @@ def run(
             "--threads",
             metavar="N",
             min=1,
-            help="Threads of one torch operation in each process, unless OMP_NUM_THREADS is set. "
+            help="Threads per torch operation in each process, unless OMP_NUM_THREADS is set. "
             "[dim]default: processors / processes[/]",
             show_default=False,
         ),
     ] = None,
     grace_s: Annotated[
-        float, typer.Option("--grace", metavar="S", min=0.0, help="Seconds until a process that is to end is killed.")
+        float,
+        typer.Option("--grace", metavar="S", min=0.0, help="Seconds to wait for a process to exit before killing it."),
     ] = 5.0,
 ) -> None:
     """Run a program in several processes on this machine.
 
     Each process knows its rank from its environment: [bold]init_rpc[/], [bold]Cluster.from_env()[/] and
-    torch.distributed find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT there. What the processes print
-    has the rank in front.
+    torch.distributed find RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT there. The output of each process
+    is prefixed with its rank.
 
-    If one fails, the others are ended. Ctrl-C ends all; so does the end of this command, by any means.
+    If one fails, the others are stopped. All are stopped on Ctrl-C, and if this command dies for any reason.
 
     [bold]Examples[/]
 
@@ -139,7 +140,7 @@ def run(
 @_command(
     app,
     context_settings=_PROGRAM_SETTINGS,
-    epilog="Exit codes: those of the program; 2 wrong usage. The same as `python -m gradwire.compat`.",
+    epilog="Exit code: that of the program; 2 usage error. The same as `python -m gradwire.compat`.",
 )
 def compat(program: _Program, args: _Arguments = None, is_module: _IsModule = False) -> None:
     """Run an unmodified torch program on gradwire.
@@ -169,14 +170,16 @@ def status(
         Optional[str],  # noqa: UP045
         typer.Argument(
             metavar="CLUSTER",
-            help="Name of a cluster, the beginning of one, or the driver's process id.",
+            help="Name of a cluster, a prefix of it, or the driver's process id.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line each time.")] = False,
-    watch: Annotated[bool, typer.Option("--watch", help="Go on until the cluster is closed, or Ctrl-C.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON; with --watch, one line per update.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Keep updating until the cluster is closed, or Ctrl-C.")
+    ] = False,
     interval_s: Annotated[
-        float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates of --watch.")
+        float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates with --watch.")
     ] = 1.0,
 ) -> None:
     """Show the clusters that you have open on this machine, or the workers of one.
@@ -197,16 +200,16 @@ def status(
 @_command(app, epilog="Exit codes: 0 if nothing failed (there may be warnings), 1 if something did, 130 Ctrl-C.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    self_test: Annotated[bool, typer.Option(help="Start a worker, call it, and compare a gradient.")] = True,
+    self_test: Annotated[bool, typer.Option(help="Start a worker, call it and compare a gradient.")] = True,
 ) -> None:
-    """Check whether this machine and Python can run gradwire well, and say what to do where they cannot."""
+    """Check whether this machine and Python installation can run gradwire, and suggest fixes for problems."""
     from gradwire.cli.doctor import show_findings
 
     raise typer.Exit(show_findings(as_json=as_json, with_self_test=self_test))
 
 
 _Days = Annotated[int, typer.Option(metavar="N", min=1, help="How long a certificate is valid.")]
-_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Made with mode 0700 if it does not exist.")]
+_Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Created with mode 0700 if it does not exist.")]
 _WorkerName = Annotated[
     str, typer.Option("--name", help="Name of the worker; [bold]worker[/] stands for all of them.", show_default=False)
 ]
@@ -221,9 +224,9 @@ def init(
     ] = None,
     days: _Days = 365,
 ) -> None:
-    """Make the keys of a cluster: an authority, and a certificate and key for each name.
+    """Create the keys of a cluster: an authority, and a certificate and key for each name.
 
-    An authority that is in the folder already is used again: that is how workers are added and certificates renewed.
+    An authority that already exists in the folder is reused: run this again to add workers or renew certificates.
 
     [bold]Examples[/]
 
@@ -237,7 +240,7 @@ def init(
 
 @_command(keys)
 def request(folder: _Folder, name: _WorkerName) -> None:
-    """Make a key where a worker will run, and a request that the holder of the authority can sign.
+    """Create a key on the machine where a worker will run, and a request for the holder of the authority to sign.
 
     The private key does not leave this machine.
 
@@ -252,7 +255,7 @@ def request(folder: _Folder, name: _WorkerName) -> None:
 
 @_command(keys)
 def sign(
-    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="What `gradwire keys request` has written.")],
+    request: Annotated[Path, typer.Argument(metavar="REQUEST", help="The file written by `gradwire keys request`.")],
     name: _WorkerName,
     folder: Annotated[Path, typer.Option("--keys", help="Folder of the authority.", show_default=False)],
     output: Annotated[
@@ -276,9 +279,9 @@ def sign(
 
 @_command(keys)
 def show(
-    paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Certificates, or folders with some.")],
+    paths: Annotated[list[Path], typer.Argument(metavar="PATHS", help="Certificates, or folders that contain them.")],
 ) -> None:
-    """Show what certificates are good for, until when, and their fingerprints.
+    """Show which workers certificates are valid for, their expiry dates and fingerprints.
 
     Exits with 1 if one of them has expired or was not signed by the ca.pem beside it.
     """

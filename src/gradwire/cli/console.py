@@ -1,4 +1,4 @@
-"""What the command line prints: colours on a terminal, plain lines elsewhere."""
+"""Output of the command line: colours on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _WIDTH_OF_FILES = 120
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console that is as wide as the terminal; tables in files and pipes do not depend on where they were made."""
+    """Return a console as wide as the terminal; in files and pipes it has a fixed width."""
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
@@ -22,7 +22,7 @@ def make_console(*, stderr: bool = False) -> Console:
 
 
 def say(text: str, style: str | None = None) -> None:
-    """Print a line to stdout; it is not cut or broken where it is longer than the terminal is wide."""
+    """Print a line to stdout without wrapping or truncating it."""
     make_console().print(text, style=style, markup=False, soft_wrap=True)
 
 
@@ -34,11 +34,11 @@ def say_note(text: str, label: str = "gradwire", style: str = "bold") -> None:
 
 
 def say_error(text: str) -> None:
-    """Print what went wrong to stderr."""
+    """Print an error message to stderr."""
     say_note(text, "error", "bold red")
 
 
 def fail(text: str) -> NoReturn:
-    """Print what went wrong, and end the command with code 1."""
+    """Print an error message and exit with code 1."""
     say_error(text)
     raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""`gradwire doctor`: what gradwire needs from this machine and this Python, looked at one by one.
+"""`gradwire doctor`: checks what gradwire needs from this machine and this Python.
 
 Each check is a function that returns findings. Those that judge numbers take them as arguments, so that they can be tested;
 `_CHECKS` has them in the order in which they are shown.
@@ -54,14 +54,14 @@ _OPTIONAL = {"ray": "gradwire[ray]", "submitit": "gradwire[slurm]", "safetensors
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """What one check found.
+    """Result of one check.
 
     Attributes:
-        section: What it belongs to.
-        name: What was looked at.
+        section: Section of the report.
+        name: What was checked.
         level: ``ok``, ``warn`` (gradwire works, with a drawback) or ``fail``.
-        detail: What was found.
-        next_step: What to do; empty where nothing has to be done.
+        detail: The finding.
+        next_step: What to do; empty if there is nothing to do.
     """
 
     section: str
@@ -75,7 +75,7 @@ Check = Callable[[], Iterator[Finding]]
 
 
 def show_findings(*, as_json: bool, with_self_test: bool) -> int:
-    """Run all checks and print what they found, each line when it is known; return the exit code."""
+    """Run all checks, printing each result as it becomes available; return the exit code."""
     findings = []
     section = ""
     for finding in run_checks(with_self_test=with_self_test):
@@ -108,8 +108,8 @@ def run_checks(*, with_self_test: bool) -> Iterator[Finding]:
     for check in _CHECKS:
         try:
             yield from check()
-        except Exception as error:  # a system that is odd in a way that no check knows
-            yield Finding("Other", check.__name__.strip("_"), "warn", f"could not be looked at: {error!r}")
+        except Exception as error:  # a system that is unusual in a way no check expects
+            yield Finding("Other", check.__name__.strip("_"), "warn", f"could not be checked: {error!r}")
     if with_self_test:
         yield from _self_test()
 
@@ -135,7 +135,7 @@ def _show(finding: Finding) -> None:
 
 def _kernel() -> Iterator[Finding]:
     is_linux = sys.platform.startswith("linux")
-    step = "" if is_linux else "run gradwire on Linux (a container or WSL 2 will do)"
+    step = "" if is_linux else "run gradwire on Linux (a container or WSL 2 works)"
     yield Finding("Kernel", "system", "ok" if is_linux else "fail", f"{platform.system()} {platform.release()}", step)
     for name, what, step, probe in _FEATURES:
         try:
@@ -198,7 +198,7 @@ def _probe_tcp() -> None:
         client.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
 
 
-_SECCOMP = "a seccomp filter may forbid it: start the container with its default profile, or without one"
+_SECCOMP = "a seccomp filter may block it: start the container with the default profile, or without one"
 _FEATURES: list[tuple[str, str, str, Callable[[], None]]] = [
     ("memfd", "sealed memory files, for large tensors between processes", _SECCOMP, _probe_memfd),
     ("epoll, eventfd", "waiting for many connections", _SECCOMP, _probe_epoll),
@@ -235,7 +235,7 @@ def judge_open_files(soft: int, hard: int) -> Finding:
 
 
 def judge_tasks(limits: dict[str, int]) -> Finding:
-    """Judge how many processes and threads may exist; `limits` has what was found, by where it comes from."""
+    """Judge the limits on processes and threads; `limits` has them by source."""
     if not limits:
         return Finding("Limits", "threads", "ok", "no limit")
     source, smallest = min(limits.items(), key=lambda item: item[1])
@@ -248,11 +248,9 @@ def judge_tasks(limits: dict[str, int]) -> Finding:
 def judge_processors(cores: int, affinity: int, quota: float | None, num_threads: str | None) -> Finding:
     """Judge how many processors this process may use, by affinity and by the quota of its control group."""
     usable = affinity if quota is None else min(float(affinity), quota)
-    text = f"{affinity} of {cores}" + (
-        f", limited to the time of {quota:g} (cgroup quota)" if quota is not None else ""
-    )
+    text = f"{affinity} of {cores}" + (f", limited to {quota:g} by a cgroup quota" if quota is not None else "")
     if quota is not None and quota < affinity and not num_threads:
-        step = f"export OMP_NUM_THREADS={max(1, int(quota))}: else torch starts {affinity} threads per process"
+        step = f"export OMP_NUM_THREADS={max(1, int(quota))}: otherwise torch starts {affinity} threads per process"
         return Finding("Limits", "processors", "warn", text, step)
     if usable < 2:
         return Finding("Limits", "processors", "warn", f"{text}: processes take turns", "expect longer calls")
@@ -267,12 +265,12 @@ def judge_memory(limit: int | None, physical: int) -> Finding:
     return Finding("Limits", "memory", "warn", f"{text}; torch takes about 0.2 GiB", "give the container more memory")
 
 
-_SHM_STEP = "gradwire does not use it, DataLoader workers do: docker run --shm-size=1g"
+_SHM_STEP = "gradwire does not use it, but DataLoader workers do: docker run --shm-size=1g"
 
 
 def judge_shm(total: int, is_writable: bool) -> Finding:
     if not is_writable:
-        return Finding("Limits", "/dev/shm", "warn", "cannot be written", _SHM_STEP)
+        return Finding("Limits", "/dev/shm", "warn", "not writable", _SHM_STEP)
     level: Level = "ok" if total >= _SMALL_SHM else "warn"
     return Finding("Limits", "/dev/shm", level, f"{total / _MIB:,.0f} MiB", "" if level == "ok" else _SHM_STEP)
 
@@ -346,11 +344,11 @@ def _smallest(one: int | None, other: int | None) -> int | None:
 def _places() -> Iterator[Finding]:
     folder = tempfile.gettempdir()
     if len(folder) > _MAX_TEMP_CHARS:
-        text = f"{folder} is too long for the paths of sockets; /tmp is used for them"
+        text = f"{folder} is too long for socket paths; /tmp is used instead"
         yield Finding("Files and network", "temporary files", "ok" if os.access("/tmp", os.W_OK) else "fail", text)
     else:
         is_writable = os.access(folder, os.W_OK)
-        step = "" if is_writable else "export TMPDIR to a folder that can be written"
+        step = "" if is_writable else "set TMPDIR to a writable folder"
         yield Finding("Files and network", "temporary files", "ok" if is_writable else "fail", folder, step)
     try:
         place = check_place()
@@ -379,14 +377,14 @@ def _network() -> Iterator[Finding]:
 
 def judge_ports(first: int, last: int) -> Finding:
     num_ports = last - first + 1
-    text = f"{first} to {last} are given out by the kernel"
+    text = f"{first} to {last} are assigned by the kernel"
     if num_ports >= _FEW_PORTS:
         return Finding("Files and network", "ports", "ok", text)
     step = "sysctl net.ipv4.ip_local_port_range='32768 60999'"
     return Finding("Files and network", "ports", "warn", f"{text}: only {num_ports}", step)
 
 
-_NAME_STEP = "only for several machines: add it to DNS or /etc/hosts, or give bind addresses instead of names"
+_NAME_STEP = "only for several machines: add it to DNS or /etc/hosts, or use addresses instead of names"
 
 
 def judge_host(name: str, addresses: list[str]) -> Finding:
@@ -450,7 +448,7 @@ def _process() -> Iterator[Finding]:
 
 def judge_interrupt(handler: object) -> Finding:
     if handler is signal.SIG_IGN:
-        step = "start programs in the foreground, or end them with kill -TERM"
+        step = "start programs in the foreground, or stop them with kill -TERM"
         return Finding("This shell", "Ctrl-C", "warn", "is ignored: started in the background of a script?", step)
     return Finding("This shell", "Ctrl-C", "ok", "raises KeyboardInterrupt")
 
@@ -471,30 +469,30 @@ def judge_clock(now_s: float, state: int) -> Finding:
 
 
 def _self_test() -> Iterator[Finding]:
-    """Start a worker in a process of its own, so that a crash or a hang of it is a finding."""
+    """Start a worker in a separate process, so that a crash or hang is reported as a finding."""
     command = [sys.executable, "-m", "gradwire.cli.self_test"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SELF_TEST_S, check=False)
     except subprocess.TimeoutExpired:
-        step = f"run it by hand to see more: {' '.join(command)}"
-        yield Finding("Self test", "two processes", "fail", f"did not end within {_SELF_TEST_S:g} s", step)
+        step = f"run it manually for details: {' '.join(command)}"
+        yield Finding("Self test", "two processes", "fail", f"did not finish within {_SELF_TEST_S:g} s", step)
         return
     try:
         measured = json.loads(done.stdout.splitlines()[-1])
         yield from judge_self_test(measured["start_s"], measured["call_us"], measured["is_equal"], measured["error"])
     except (IndexError, KeyError, TypeError, ValueError):
-        text = (done.stderr.strip() or done.stdout.strip() or f"ended with code {done.returncode}").splitlines()[-1]
-        yield Finding("Self test", "two processes", "fail", text, f"run it by hand to see more: {' '.join(command)}")
+        text = (done.stderr.strip() or done.stdout.strip() or f"exited with code {done.returncode}").splitlines()[-1]
+        yield Finding("Self test", "two processes", "fail", text, f"run it manually for details: {' '.join(command)}")
 
 
 def judge_self_test(start_s: float, call_us: float, is_equal: bool, error: float) -> Iterator[Finding]:
-    """Judge what `gradwire.cli.self_test` has measured."""
+    """Judge the measurements of `gradwire.cli.self_test`."""
     yield Finding("Self test", "start", "ok", f"a worker answered after {start_s:.1f} s (importing torch)")
     level: Level = "ok" if call_us < _SLOW_CALL_US else "warn"
     step = "" if level == "ok" else "the machine is busy, or its processors are shared: try again when it is idle"
-    yield Finding("Self test", "call", level, f"{call_us:.0f} us there and back (median of 1,000)", step)
+    yield Finding("Self test", "call", level, f"{call_us:.0f} us round trip (median of 1,000)", step)
     if is_equal:
-        yield Finding("Self test", "gradient", "ok", "through two processes, the same bit for bit as in one")
+        yield Finding("Self test", "gradient", "ok", "across two processes, bit-identical to one process")
     else:
         step = "please report this with the output of `gradwire doctor --json`"
         yield Finding("Self test", "gradient", "fail", f"differs from that of one process by {error:.1e}", step)

@@ -14,7 +14,7 @@ _SOON_DAYS = 30
 
 
 def init_keys(folder: Path, names: Sequence[str], days: int) -> None:
-    """Make an authority and keys, and say what goes where."""
+    """Create an authority and keys, and print where to copy them."""
     had_authority = (folder / "ca.key").exists()
     tls.make_keys(folder, names, days=days)
     say(f"{'used' if had_authority else 'wrote'} {folder / 'ca.pem'} and ca.key: the authority")
@@ -25,10 +25,10 @@ def init_keys(folder: Path, names: Sequence[str], days: int) -> None:
 
 
 def request_certificate(folder: Path, name: str) -> None:
-    """Make a key and a request, and say who has to sign it."""
+    """Create a key and a certificate request, and print how to have it signed."""
     files, request, fingerprint = tls.make_request(folder, name)
     say(f"wrote {files.key}: the private key, which stays here")
-    say(f"wrote {request}: send it to the machine that has ca.key, and sign it there:")
+    say(f"wrote {request}: send it to the machine that has ca.key and sign it there:")
     say(f"  gradwire keys sign {request.name} --name {name} --keys FOLDER")
     say(f"Its fingerprint must be the same there: {fingerprint}")
     say(f"Then put the signed {files.certificate.name} and ca.pem into {folder}.")
@@ -47,7 +47,7 @@ def sign_certificate(folder: Path, request: Path, name: str, output: Path, days:
 
 
 def show_certificates(paths: Sequence[Path]) -> int:
-    """Print what certificates say; return 1 if one of them cannot be used, else 0."""
+    """Print the contents of certificates; return 1 if one of them cannot be used, else 0."""
     from gradwire.transports.certificates import CertificateFacts, read_facts
 
     def show(path: Path, facts: CertificateFacts) -> None:
@@ -69,7 +69,9 @@ def show_certificates(paths: Sequence[Path]) -> int:
         show(file, facts)
         problems += [facts.problem] if facts.problem else []
     if not files:
-        problems.append(f"no certificates (*.pem) in {', '.join(map(str, paths))}; `gradwire keys init` makes some")
+        problems.append(
+            f"no certificates (*.pem) in {', '.join(map(str, paths))}; create some with `gradwire keys init`"
+        )
     for problem in problems:
         say_error(problem)
     return 1 if problems else 0
@@ -90,4 +92,4 @@ def _meaning(name: str) -> str:
 def _good_for(names: Sequence[str]) -> str:
     if tls.ANY_WORKER in names:
         return "every worker"
-    return f"worker {', '.join(names)}" if names else "nothing: it names no worker"
+    return f"worker {', '.join(names)}" if names else "nothing: it does not name a worker"

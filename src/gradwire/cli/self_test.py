@@ -18,7 +18,7 @@ _NUM_WARM_UP = 50
 
 
 def do_nothing() -> None:
-    """What is called to measure a call."""
+    """Do nothing; called to measure the latency of a call."""
 
 
 def hidden(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def hidden(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
 
 
 def measure() -> dict[str, float | bool]:
-    """Start a worker and return what was measured with it."""
+    """Start a worker and return the measurements."""
     begin = time.perf_counter()
     with gradwire.Cluster.local(1) as cluster:
         worker = cluster.workers[0]

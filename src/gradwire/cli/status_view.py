@@ -41,7 +41,7 @@ def show_status(wanted: str | None, *, as_json: bool) -> None:
 
 
 def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> None:
-    """Print the status again and again, until the cluster is closed."""
+    """Print the status repeatedly until the cluster is closed."""
     if wanted is None:
         paths = list_sockets()
         if len(paths) != 1:
@@ -69,20 +69,20 @@ def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> Non
 
 
 def find_socket(wanted: str, paths: list[Path]) -> Path:
-    """Return the socket of the cluster that was named: by its name, the beginning of it, or the driver's process id."""
+    """Return the socket of a cluster given by its name, a prefix of it, or the driver's process id."""
     names = {_name_of(path): path for path in paths}
     if wanted in names:
         return names[wanted]
     found = [path for name, path in names.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
     if len(found) != 1:
-        fail(f"{wanted} is not one of your clusters on this machine; {_names(found or paths)}")
+        fail(f"{wanted} does not match exactly one of your clusters on this machine; {_names(found or paths)}")
     return found[0]
 
 
 def _names(paths: list[Path]) -> str:
     if not paths:
-        return "you have no cluster open on this machine"
-    return "open are " + ", ".join(map(_name_of, paths))
+        return "you have no open clusters on this machine"
+    return "open clusters: " + ", ".join(map(_name_of, paths))
 
 
 def _name_of(path: Path) -> str:
@@ -108,7 +108,7 @@ def _show_list(*, as_json: bool) -> None:
         say(_as_json([_as_data(path, report) for path, report in found]))
         return
     if not found:
-        say("You have no cluster open on this machine.")
+        say("You have no open clusters on this machine.")
         return
     table = Table()
     for header in ("cluster", "driver", "workers", "uptime"):

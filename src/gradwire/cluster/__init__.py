@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Worker", "WorkerStatus"]
 
-# Imported when they are used: the command line shows the status of clusters, and has no need of torch for that.
+# Imported on first use: the command line shows the status of clusters, for which it does not need torch.
 _HOMES = {
     "Cluster": "api",
     "ClusterStatus": "status",

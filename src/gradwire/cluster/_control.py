@@ -95,7 +95,7 @@ class Listening(msgspec.Struct, frozen=True, tag=True):
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):
-    """End in good order."""
+    """Shut down cleanly."""
 
 
 ToForkServer = MakeFolder | AdoptFolder | ForgetFolder | ForkWorker | SendSignal

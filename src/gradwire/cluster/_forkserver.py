@@ -4,10 +4,10 @@ Importing torch takes about two seconds of CPU; a fork of a process that has don
 shares the memory. A fork copies only the thread that calls it, so the fork server never has a second one: it sets the
 thread counts of the numerical libraries to one before it imports them, and never runs an operation.
 
-It also makes sure that workers end. It is their parent, so it knows how they ended, and a process id that it signals
-cannot mean another process by now. It ends when the driver closes the channel or dies by any means, and takes the workers,
-the processes that these started, and the folder of their sockets along. If the fork server itself is killed, the kernel
-kills the workers (`die_with_parent`).
+It also makes sure that workers end. As their parent, it knows how they exited, and the process ids it signals cannot have
+been reused. It exits when the driver closes the channel or dies, after killing the workers and the processes they started
+and removing the folder of their sockets. If the fork server itself is killed, the kernel kills the workers
+(`die_with_parent`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class ForkServer:
         self._child_ended, self._wakeup = socket.socketpair()  # a byte arrives with every SIGCHLD
 
     def serve(self) -> None:
-        """Answer the driver until it goes away, then end all workers."""
+        """Serve the driver until it exits, then kill all workers."""
         self._listen_to_signals()
         _prepare_to_be_copied()
         try:
@@ -199,7 +199,7 @@ class ForkServer:
 
 
 def _prepare_to_be_copied() -> None:
-    """Make a fork, and the end of the forked process, as cheap as they can be."""
+    """Make forking, and exiting the forked process, as cheap as possible."""
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
     # What torch wants done at the end of the interpreter takes 30 ms, and workers have no need of it.
@@ -277,7 +277,7 @@ class ForkServerProcess:
         return message
 
     def close(self, *, force: bool = False) -> None:
-        """End the process and with it all of its workers. May be called again."""
+        """Stop the process and all of its workers. Idempotent."""
         with contextlib.suppress(OSError):
             # Unlike close, it reaches the fork server past copies of the descriptor.
             self._channel.shutdown(socket.SHUT_RDWR)
@@ -299,11 +299,11 @@ class ForkServerProcess:
             raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout_s")
         message = self.receive()
         if not isinstance(message, ForkServerReady):
-            raise WorkerStartFailed(f"the fork server ended before it was ready. It printed:\n{self._read_output()}")
+            raise WorkerStartFailed(f"the fork server exited before it was ready. It printed:\n{self._read_output()}")
         if message.num_threads != 1:
             raise WorkerStartFailed(
                 f"the fork server has {message.num_threads} threads after importing torch and cannot fork safely; "
-                "something in this environment starts threads when Python does (a .pth file or sitecustomize?)"
+                "something in this environment starts threads at Python startup (a .pth file or sitecustomize?)"
             )
 
     @_interrupts.interruptible
@@ -323,7 +323,7 @@ def _check_platform() -> None:
     if not sys.platform.startswith("linux") or not hasattr(os, "fork"):
         raise ConfigurationError("Cluster.local needs Linux: its workers are forked from another process")
     if not sys.executable:
-        raise ConfigurationError("Cluster.local cannot tell which Python runs this program: sys.executable is empty")
+        raise ConfigurationError("Cluster.local cannot find the Python that runs this program: sys.executable is empty")
 
 
 def _spawn(channel: socket.socket, modules: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -371,7 +371,7 @@ def return_fork_server(server: ForkServerProcess) -> None:
 
 
 def close_idle_fork_server() -> None:
-    """End the fork server that waits for the next cluster, if there is one."""
+    """Stop the fork server that is kept for the next cluster, if there is one."""
     server = _take_idle()
     if server is not None:
         server.close()

@@ -1,4 +1,4 @@
-"""What workers print, as the driver shows it: whole lines, with the worker's name in front."""
+"""Output of workers in the driver: whole lines, prefixed with the worker's name."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class LineBuffer:
         return [_as_shown(line) for line in whole]
 
     def finish(self) -> list[str]:
-        """Return what has no line end and never will."""
+        """Return the last line, which has no line end."""
         rest, self._rest, self.progress = self._rest, b"", ""
         shown = _as_shown(rest)
         return [shown] if (shown.strip() if b"\r" in rest else shown) else []  # a bar may have been wiped out
@@ -93,7 +93,7 @@ class WorkerOutput:
         self._kept: deque[tuple[Stream, str]] | None = deque(maxlen=_KEPT_LINES)
 
     def feed(self, stream: Stream, data: bytes, now: float) -> None:
-        """Take what arrived from the worker; empty data means that its stream has ended."""
+        """Handle output received from the worker; empty data means the end of its stream."""
         buffer, progress = self._buffers[stream], self._progress[stream]
         lines = buffer.feed(data) if data else buffer.finish()
         if self._kept is not None:
@@ -117,20 +117,20 @@ class WorkerOutput:
                 self._write(stream, [progress.shown])
 
     def release(self) -> None:
-        """Write what was kept back, and from now on every line as it comes."""
+        """Write the output held so far, and from now on every line as it arrives."""
         kept, self._kept = self._kept or (), None
         for stream, line in kept:
             self._write(stream, [line])
 
     def kept(self) -> str:
-        """Return what was printed so far by a worker that did not get ready."""
+        """Return the output so far of a worker that did not become ready."""
         return "\n".join(line for _, line in self._kept or ())
 
     def _write(self, stream: Stream, lines: Iterable[str]) -> None:
         target = sys.stdout if stream == "stdout" else sys.stderr  # looked up each time: programs redirect them
         if target is None:
             return
-        # The program may have closed its output, or its reader may be gone; the caller goes on.
+        # The program may have closed its output, or its reader may have exited; neither stops the caller.
         with contextlib.suppress(OSError, ValueError):
             prefix = self._prefix(target.isatty())
             text = "".join(f"{prefix}{line}\n" for line in lines)

@@ -1,9 +1,9 @@
-"""What a worker on another machine prints, on its way to the driver.
+"""Relay the output of workers on other machines to the driver.
 
     worker   file descriptors 1, 2 --> pipe --> OutputCapture  -- cluster.output -->  OutputPrinter   driver's stdout, stderr
 
-Each piece is answered once it is printed, and the next one waits for that: a driver whose output is stuck holds up the
-workers' printing, as with a pipe, and memory is bounded on both sides.
+Each piece is acknowledged once it is printed, and the next one waits for that: a driver whose output is blocked blocks the
+workers' output, as with a pipe, and memory is bounded on both sides.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _log = logging.getLogger("gradwire")
 
 
 class OutputCapture:
-    """Takes over the output of this process until it is closed, and then gives it back.
+    """Capture the output of this process until it is closed, then restore it.
 
-    As long as there is no driver to send it to, and when there is none any more, it goes where it went before. The end of
-    what was printed before there was one is repeated to the driver.
+    While there is no driver to send it to, the output goes to the original destination. The last part of what was printed
+    before the driver connected is sent to it as well.
 
     Args:
-        repeats_early: Whether it is; not where the driver's output goes to the same place.
+        repeats_early: Whether to send that part; False if the driver's output goes to the same place.
     """
 
     def __init__(self, *, repeats_early: bool = True) -> None:
@@ -80,7 +80,7 @@ class OutputCapture:
         return self._before["stderr"]
 
     def forward_to(self, agent: Agent, driver: str) -> None:
-        """From now on, send what is printed to the driver. May be called again."""
+        """Send output to the driver from now on. Idempotent."""
         with self._lock:
             if self._is_closed or self._agent is agent:
                 return
@@ -88,7 +88,7 @@ class OutputCapture:
             os.write(self._waker, _SEND_EARLY)
 
     def kept(self) -> str:
-        """Return the end of what was printed before there was a driver to send it to."""
+        """Return the last part of the output from before the driver connected."""
         _flush()
         deadline = time.monotonic() + 1.0
         while any(_has_bytes(fd) for fd in self._pipes) and time.monotonic() < deadline:
@@ -96,7 +96,7 @@ class OutputCapture:
         return b"".join(data for _, data in list(self._early)).decode(errors="replace")
 
     def close(self, timeout_s: float) -> None:
-        """Give the output back, and send what is left; what cannot be sent in time goes where it went before."""
+        """Restore the output and send the rest; what cannot be sent in time goes to the original destination."""
         with self._lock:
             if self._is_closed:
                 return
@@ -167,7 +167,7 @@ class OutputCapture:
         self._write(stream, data)
 
     def _write(self, stream: Stream, data: bytes) -> None:
-        """Write to where the output went before."""
+        """Write to the original destination of the output."""
         with contextlib.suppress(OSError):
             view = memoryview(data)
             while view:
@@ -199,7 +199,7 @@ _Item = tuple[str, Stream | None, bytes, InterruptibleFuture[None] | None]
 
 
 class OutputPrinter:
-    """Prints in the driver what its workers on other machines print, with their names in front."""
+    """Print the output of workers on other machines in the driver, prefixed with their names."""
 
     def __init__(self, agent: Agent) -> None:
         self._outputs: dict[str, WorkerOutput] = {}  # single operations only
@@ -209,25 +209,25 @@ class OutputPrinter:
         agent.server.register_control(OUTPUT, self._on_output, Stream, _Piece)
 
     def add(self, info: WorkerInfo) -> None:
-        """Print what this worker sends."""
+        """Print the output that this worker sends."""
         output = WorkerOutput(info.name, info.id)
         output.release()
         self._outputs[info.name] = output
 
     def finish(self, name: str) -> None:
-        """Print what a worker that has ended left without a line end."""
+        """Print the incomplete last line of a worker that has exited."""
         if name in self._outputs:
             for stream in _STREAMS:
                 self._queue.put((name, stream, b"", None))
 
     def close(self, timeout_s: float) -> None:
-        """Print what has arrived, and end. May be called again."""
+        """Print what has arrived, and stop. Idempotent."""
         self._queue.put(None)
         self._thread.join(timeout_s)  # it is stuck for as long as the driver's own output is
 
     def _on_output(self, source: WorkerInfo, stream: Stream, data: bytes) -> InterruptibleFuture[None]:
         if source.name not in self._outputs:
-            raise AuthenticationFailed(f"{source.name} is not a worker whose output is printed here")
+            raise AuthenticationFailed(f"this process does not print the output of {source.name}")
         printed: InterruptibleFuture[None] = InterruptibleFuture()
         self._queue.put((source.name, stream, data, printed))
         return printed

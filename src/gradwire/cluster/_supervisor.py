@@ -1,10 +1,10 @@
-"""The thread that watches the workers of this machine: what they print, whether they are ready, and how they end.
+"""The thread that watches the workers of this machine: their output, readiness and exit.
 
     fork server -- WorkerForked, WorkerExited -->  |            |
     worker      -- Listening -->                   | supervisor |  --> state of a WorkerHandle, on_lost
     worker      -- stdout, stderr -->              |            |  --> the driver's stdout, stderr
 
-Other threads wait on its condition. It ends no process itself; `gradwire.cluster.local_launcher` does.
+Other threads wait on its condition. It does not stop processes itself; `gradwire.cluster.local_launcher` does.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ from gradwire.cluster.status import describe_exit
 from gradwire.types import WorkerInfo
 
 _READ_BYTES = 1 << 16
-# A pipe holds 64 KiB unless it was enlarged; what a detached process goes on writing is not waited for.
+# A pipe holds 64 KiB unless it was enlarged; further output of a detached process is not waited for.
 _LAST_READS = 16
-_FORK_SERVER_ENDED = "killed because the fork server ended"
+_FORK_SERVER_ENDED = "killed because the fork server exited"
 
 _log = logging.getLogger("gradwire")
 _tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
@@ -73,7 +73,7 @@ class Supervisor:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the fork server has ended, and all of its workers count as ended, too."""
+        """Whether the fork server has exited and all of its workers count as ended."""
         return self._has_ended
 
     def watch(self, worker: LocalWorker) -> None:
@@ -88,7 +88,7 @@ class Supervisor:
             return _interrupts.wait_for(self._changed, condition, timeout_s)
 
     def expect_end_of(self, workers: Iterable[LocalWorker], *, ask: bool) -> None:
-        """Do not count these workers as lost when they end; if `ask`, ask them to end in good order."""
+        """Do not count these workers as lost when they exit; if `ask`, ask them to shut down cleanly."""
         for worker in workers:
             with self._changed:
                 worker.handle.on_end_expected()
@@ -96,13 +96,13 @@ class Supervisor:
                 worker.send(Leave())
 
     def give_up(self, workers: Iterable[LocalWorker]) -> None:
-        """Let go of processes that cannot be ended: each ends itself when it finds its lifeline closed."""
+        """Abandon processes that cannot be stopped: each exits when it finds its lifeline closed."""
         for worker in workers:
             with contextlib.suppress(OSError):
                 worker.lifeline.shutdown(socket.SHUT_RDWR)
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread; return False if it is stuck, e.g. because the driver's output is blocked. May be called again."""
+        """Stop the thread; return False if it is stuck, e.g. because the driver's output is blocked. Idempotent."""
         self._is_closing = True
         with contextlib.suppress(OSError):
             self._alarm.send(b"!")
@@ -118,7 +118,7 @@ class Supervisor:
             for worker in self._all_workers():
                 worker.close()
                 with self._changed:  # what waits for it must not wait for ever
-                    worker.handle.on_exited("given up at the end of the cluster")
+                    worker.handle.on_exited("abandoned when the cluster was closed")
                     self._changed.notify_all()
             for ours in (self._selector, self._wakeup, self._alarm):
                 ours.close()
@@ -217,7 +217,7 @@ class Supervisor:
         worker.lifeline.close()
 
     def _on_output(self, worker: LocalWorker, stream: Stream) -> bool:
-        """Pass on what a worker has printed; return False if there is no more for now."""
+        """Forward the output of a worker; return False if there is no more for now."""
         fd = worker.pipes.get(stream)
         if fd is None:
             return False  # closed by an event before this one

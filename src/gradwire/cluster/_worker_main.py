@@ -1,4 +1,4 @@
-"""The life of a worker process, from the fork to its end.
+"""The main function of a forked worker process.
 
 The main thread only watches the lifeline to the driver; the worker's agent has threads of its own for calls. When the
 lifeline ends without a `Leave`, the driver is gone, and the worker ends at once.
@@ -88,7 +88,7 @@ def flush_output() -> None:
 
 
 def _settle_in(start: WorkerStart) -> None:
-    """Undo what a fork shares by mistake, and take over what the driver has."""
+    """Undo unwanted sharing after the fork, and apply the driver's settings."""
     name_process(start.spec.info.name)
     faulthandler.enable()  # a crash in native code prints where it happened
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -115,7 +115,7 @@ def reset_seeds(rank: int) -> None:
 
 
 def _wait_for_leave(lifeline: socket.socket) -> None:
-    """Watch the lifeline until the driver lets this worker go; end the process if the driver is gone, or has given it up."""
+    """Watch the lifeline until the driver releases this worker; exit the process if the driver has died or abandoned it."""
     while True:
         message, _ = receive_message(lifeline)  # no deadline: it lasts as long as the worker
         if message is None:

@@ -1,4 +1,4 @@
-"""`Cluster`: the workers that a program started, as it uses them."""
+"""`Cluster`: the workers that a program started."""
 
 from __future__ import annotations
 
@@ -65,26 +65,26 @@ def _config(
 
 
 class Cluster:
-    """Workers that this process, the driver, started.
+    """A group of workers started by this process, the driver.
 
     Example::
 
         with gradwire.Cluster.local(2) as cluster:
             cluster.workers[0].call(torch.add, x, y)
 
-    The driver is a member, too, by the name ``driver``. Leaving the block ends the workers; so do an exception, Ctrl-C
-    and the death of the driver by any means.
+    The driver is a member as well, named ``driver``. The workers are stopped when the block is left, normally or by an
+    exception or Ctrl-C, and when the driver dies for any reason.
     """
 
     def __init__(self, monitor: Monitor, resources: contextlib.AbstractContextManager[object]) -> None:
-        """Wrap the workers that a monitor started; leaving `resources` ends all of them. Programs use `local`."""
+        """Wrap the workers that a monitor started; leaving `resources` stops all of them. Programs use `local`."""
         self._monitor = monitor
         self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
-        # Called before the workers leave after an exception.
+        # Called before the workers are stopped after an exception.
         self._on_failure: Callable[[BaseException], None] | None = None
         atexit.register(self.close)
         self._agent.extensions[CLUSTER] = self
@@ -93,14 +93,14 @@ class Cluster:
 
     @property
     def name(self) -> str | None:
-        """What `gradwire status` calls this cluster, ``<script>-<pid>``; None where it cannot be shown."""
+        """Name of this cluster in `gradwire status`, ``<script>-<pid>``; None if it cannot be shown there."""
         return None if self._status_socket is None else self._status_socket.name
 
     @classmethod
     def current(cls) -> Cluster | None:
-        """Return the cluster that is open in this process, or None.
+        """Return the open cluster of this process, or None.
 
-        A cell of a notebook that may run again can begin with ``cluster = Cluster.current() or Cluster.local(4)``.
+        A notebook cell that may be run again can start with ``cluster = Cluster.current() or Cluster.local(4)``.
         """
         try:
             agent = current_agent()
@@ -133,43 +133,43 @@ class Cluster:
     ) -> Cluster:
         """Start workers on this machine.
 
-        They have the driver's working folder, environment and import path. What they print appears in the driver's
-        output with their name in front. torch's random numbers differ between workers and repeat from run to run.
-        The first cluster of a process takes about two seconds, for importing torch; later ones start in milliseconds.
+        They inherit the driver's working folder, environment and import path. Their output appears in the driver's
+        output, prefixed with their name. torch's random seeds differ between workers and are the same in every run.
+        The first cluster of a process takes about two seconds to import torch; later ones start in milliseconds.
 
         Args:
-            n: How many.
-            replace: Close the cluster that is open in this process, if there is one, and take its place. Calls that are
-                under way on its workers fail. Without it, a second cluster is an error.
-            names: Their names; ``worker0``, ``worker1`` ... if not given.
-            roles: How many workers have each role, in place of names: ``{"ps": 1, "trainer": 3}`` makes ``ps0``,
-                ``trainer0``, ``trainer1`` and ``trainer2``, whose `Worker.role` says so.
-            num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
-            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
-            threads_per_worker: Threads of one torch operation.
-            start_timeout_s: Seconds that all of this may take.
-            env: Environment variables for the workers, on top of the driver's.
-            imports: Modules that every worker imports before it serves anything.
-            trust: ``"code"`` lets members send functions to each other. With ``"data"`` they may only call what is
-                exposed, by modules named in `imports`.
-            limits: What members accept from each other, e.g. ``Limits(frame_bytes=4 << 30)`` for arguments of more than
-                1 GiB.
-            device_maps: By worker, its device for each device of the member that calls it, e.g.
+            n: Number of workers.
+            replace: Close the open cluster of this process, if any, and take its place. Calls in progress on its workers
+                fail. Otherwise, a second cluster is an error.
+            names: Names of the workers; ``worker0``, ``worker1`` ... if not given.
+            roles: Number of workers for each role, instead of names: ``{"ps": 1, "trainer": 3}`` makes ``ps0``,
+                ``trainer0``, ``trainer1`` and ``trainer2``, with the role in `Worker.role`.
+            num_worker_threads: Functions that a worker runs at the same time; those waiting for another call do not count.
+            rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
+            threads_per_worker: Threads per torch operation.
+            start_timeout_s: Seconds within which all workers must be ready.
+            env: Environment variables for the workers, in addition to the driver's.
+            imports: Modules that every worker imports before it serves calls.
+            trust: With ``"code"``, members may send functions to each other. With ``"data"``, they may only call functions
+                exposed by the modules in `imports`.
+            limits: Limits on what members accept from each other, e.g. ``Limits(frame_bytes=4 << 30)`` for arguments of
+                more than 1 GiB.
+            device_maps: For each worker, its device for each device of the member that calls it, e.g.
                 ``{"worker1": {"cuda:0": "cuda:1"}}``; the same in the driver and in all workers. Without a map for a worker,
-                tensors arrive there on the device of the same name. ``docs/guides/accelerators.md`` says more.
-            restart: ``"on-loss"`` starts a worker that is lost again, under its name and rank, as a new process that holds
-                nothing. With ``"never"`` it stays lost.
-            on_restart: Called with each worker that was started again, in a thread of the driver, to rebuild what it held:
-                modules and optimizer state, from the last checkpoint for instance. If it raises, the worker is lost again.
-            lost_after: Seconds without an answer after which a worker counts as lost although its process is there, because
-                it is stopped or a function in it does not let other threads run; it is then killed. 0 for never. 30 with
-                ``restart="on-loss"`` and never otherwise, if not given.
-            max_restarts: How many times one worker is started again within a minute; after that it stays lost. The pauses
-                before each start grow if it is lost soon after the last one.
+                tensors arrive there on the device of the same name. See ``docs/guides/accelerators.md``.
+            restart: ``"on-loss"`` restarts a lost worker under its name and rank, as a new process without any state. With
+                ``"never"`` it stays lost.
+            on_restart: Called with each restarted worker, in a thread of the driver, to rebuild its state: for instance
+                modules and optimizer state from the last checkpoint. If it raises, the worker is lost again.
+            lost_after: Seconds without a response after which a worker counts as lost and is killed, although its process
+                exists: it may be stopped, or a function may be holding the GIL. 0 for never. If not given, 30 with
+                ``restart="on-loss"`` and never otherwise.
+            max_restarts: Restarts of one worker within a minute; after that it stays lost. The delay before a restart
+                grows if the worker is lost again soon.
 
         Raises:
-            ConfigurationError: An option is wrong, a cluster is open already, or this is not Linux.
-            WorkerStartFailed: A worker did not get ready; the message has what it printed.
+            ConfigurationError: An option is wrong, a cluster is already open, or this is not Linux.
+            WorkerStartFailed: A worker did not become ready; the message includes its output.
         """
         options = LocalOptions(
             num_workers=n,
@@ -188,7 +188,7 @@ class Cluster:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """The workers that belong to the cluster now, in the order of their ranks; those that are lost included."""
+        """The current workers of the cluster in order of rank, including lost ones."""
         return tuple(member.worker for member in self._monitor.members())
 
     @classmethod
@@ -219,45 +219,46 @@ class Cluster:
         lost_after: float | None = None,
         max_restarts: int = 10,
     ) -> Cluster:
-        """Start workers on a Ray cluster, one in each actor. ``docs/guides/clusters.md`` says more.
+        """Start workers on a Ray cluster, one per actor. See ``docs/guides/clusters.md``.
 
-        Ray chooses the nodes, starts the processes and tells when one ends. Calls and tensors do not go through Ray: workers
-        connect to each other with TLS, with keys that they make themselves and the driver signs.
+        Ray chooses the nodes, starts the processes and reports when one exits. Calls and tensors do not go through Ray:
+        workers connect to each other over TLS, with keys that they generate and the driver signs.
 
         Args:
-            n: How many.
-            resources: What Ray reserves for each worker, ``{"CPU": 1}`` if not given. Ray counts; it does not enforce.
-            strategy: How Ray chooses nodes: ``"SPREAD"``, ``"PACK"``, ``"STRICT_SPREAD"`` (each worker on a node of its own)
-                or ``"STRICT_PACK"`` (all on one node).
-            roles: Roles with how many workers each has, which gives them their names: ``{"ps": 2, "trainer": 6}``.
-            names: Their names; ``worker0``, ``worker1`` ... if not given.
-            address: ``"auto"`` or ``"host:port"`` joins a running Ray cluster. Without it, the one in ``RAY_ADDRESS`` is
-                joined, as in a submitted job; or else Ray is started on this machine, and stopped with the cluster. If this
-                process has called ``ray.init`` already, that connection is used and left open.
-            runtime_env: Ray's description of what workers need installed or copied.
-            port_range: First and last port that workers and driver may listen on; any free one if not given.
-            interface: Network interface that they listen on, such as ``"ib0"``; Ray's own address if not given.
-            start_timeout_s: Seconds that all of this may take, the start of Ray and of a `runtime_env` included.
-            allow_unauthenticated: Accept a Ray cluster of several machines that does not ask for a token.
-            num_worker_threads: Functions that one worker runs at once; those that wait for another call do not count.
-            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
-            threads_per_worker: Threads of one torch operation.
-            env: Environment variables for the workers, on top of those that Ray gives them.
-            imports: Modules that every worker imports before it serves anything.
-            trust: ``"code"`` lets members send functions to each other. With ``"data"`` they may only call what is
-                exposed, by modules named in `imports`.
-            limits: What members accept from each other.
-            device_maps: By worker, its device for each device of the member that calls it; as for `local`.
-            restart: ``"on-loss"`` starts a worker that is lost again, under its name and rank, as a new actor that holds
-                nothing: in the same place, or where Ray moves the place to if the node is gone.
-            on_restart: Called with each worker that was started again, to rebuild what it held; as in `local`.
-            lost_after: Seconds without an answer after which a worker counts as lost; as in `local`.
-            max_restarts: How often one worker is started again within a minute; as in `local`.
+            n: Number of workers.
+            resources: Resources that Ray reserves for each worker, ``{"CPU": 1}`` if not given. Ray does not enforce them.
+            strategy: How Ray chooses nodes: ``"SPREAD"``, ``"PACK"``, ``"STRICT_SPREAD"`` (each worker on a different
+                node) or ``"STRICT_PACK"`` (all on one node).
+            roles: Number of workers for each role, which also names them: ``{"ps": 2, "trainer": 6}``.
+            names: Names of the workers; ``worker0``, ``worker1`` ... if not given.
+            address: ``"auto"`` or ``"host:port"`` of a running Ray cluster. If not given, ``RAY_ADDRESS`` is used, as in a
+                submitted job; without that, Ray is started on this machine and stopped with the cluster. If this process
+                has already called ``ray.init``, that connection is used and left open.
+            runtime_env: Ray's runtime environment for the workers.
+            port_range: First and last port on which workers and driver may listen; any free port if not given.
+            interface: Network interface on which they listen, such as ``"ib0"``; Ray's own address if not given.
+            start_timeout_s: Seconds within which all workers must be ready, including the start of Ray and the setup of
+                `runtime_env`.
+            allow_unauthenticated: Accept a multi-machine Ray cluster without token authentication.
+            num_worker_threads: Functions that a worker runs at the same time; those waiting for another call do not count.
+            rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
+            threads_per_worker: Threads per torch operation.
+            env: Environment variables for the workers, in addition to those set by Ray.
+            imports: Modules that every worker imports before it serves calls.
+            trust: With ``"code"``, members may send functions to each other. With ``"data"``, they may only call functions
+                exposed by the modules in `imports`.
+            limits: Limits on what members accept from each other.
+            device_maps: For each worker, its device for each device of the member that calls it; see `local`.
+            restart: ``"on-loss"`` restarts a lost worker under its name and rank, as a new actor without any state: in the
+                same placement bundle, or wherever Ray moves the bundle if the node is lost.
+            on_restart: Called with each restarted worker to rebuild its state; see `local`.
+            lost_after: Seconds without a response after which a worker counts as lost; see `local`.
+            max_restarts: Restarts of one worker within a minute; see `local`.
 
         Raises:
-            ConfigurationError: An option is wrong, Ray is not installed, its cluster cannot be used, or a cluster is open
-                already.
-            WorkerStartFailed: Ray has no room for the workers, or one did not get ready; says what is missing.
+            ConfigurationError: An option is wrong, Ray is not installed, its cluster cannot be used, or a cluster is
+                already open.
+            WorkerStartFailed: Ray has no room for the workers, or one did not become ready; the message says why.
         """
         try:
             from gradwire.cluster.ray_scheduler import RayOptions, RayScheduler
@@ -310,38 +311,38 @@ class Cluster:
         interface: str | None = None,
         port_range: tuple[int, int] | None = None,
     ) -> Cluster:
-        """Make a cluster of a program that a launcher has started on every rank: torchrun, srun, mpirun, SkyPilot.
+        """Make a cluster from the ranks that a launcher started: torchrun, srun, mpirun or SkyPilot.
 
-        Rank 0 is the driver: there this returns the cluster. In every other rank it does not return: the process is a
-        worker until the driver ends, and then ends itself with `SystemExit`, with the code 0 if all went well and 1 if the
-        driver was lost or failed. So the code after it runs in rank 0 alone, and what every rank needs comes before it.
+        Rank 0 is the driver, where this returns the cluster. In every other rank it does not return: the process is a
+        worker until the driver exits, and then exits with `SystemExit`, with code 0 on success and 1 if the driver was lost
+        or failed. So code after this call runs in rank 0 only; put code that every rank needs before it.
 
         ``GRADWIRE_RANK``, ``GRADWIRE_WORLD_SIZE`` and ``GRADWIRE_RUN_ID`` (and ``GRADWIRE_MASTER=host:port`` for several
-        machines) say the same without a launcher. Ranks on several machines need a proof that they belong together: a
-        file with a secret (``GRADWIRE_SECRET_FILE``), or keys (`tls`, or ``GRADWIRE_KEYS`` for a folder).
+        machines) replace a launcher. Ranks on several machines must authenticate each other, with a shared secret in a file
+        (``GRADWIRE_SECRET_FILE``) or with keys (`tls`, or ``GRADWIRE_KEYS`` for a folder).
 
-        Workers cannot be added or started again: the launcher owns the processes.
+        Workers cannot be added or restarted, because the launcher owns the processes.
 
         Args:
-            names: Names of the workers, ``worker0``, ``worker1`` ... if not given; sorted by host and rank.
-            roles: How many workers have each role instead, e.g. ``{"ps": 2, "trainer": 5}``.
-            num_worker_threads: As for `local`, like the following.
-            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
-            threads_per_worker: Threads of one torch operation.
+            names: Names of the workers, assigned by host and rank; ``worker0``, ``worker1`` ... if not given.
+            roles: Number of workers for each role, instead of names, e.g. ``{"ps": 2, "trainer": 5}``.
+            num_worker_threads: Functions that a worker runs at the same time; see `local`.
+            rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
+            threads_per_worker: Threads per torch operation.
             start_timeout_s: Seconds to wait for the other ranks.
             env: Environment variables for the workers.
-            imports: Modules that every worker imports before it serves anything.
-            trust: ``"code"`` or ``"data"``.
-            limits: What members accept from each other.
-            device_maps: By worker, its device for each device of the member that calls it; as for `local`.
-            tls: Keys that are good for every worker (`gradwire.transports.tls.make_keys`), the same authority on every rank.
-            interface: Network interface that the workers listen on, e.g. ``ib0``.
-            port_range: Ports that they listen on, from first to last; any free one if not given.
+            imports: Modules that every worker imports before it serves calls.
+            trust: ``"code"`` or ``"data"``; see `local`.
+            limits: Limits on what members accept from each other.
+            device_maps: For each worker, its device for each device of the member that calls it; see `local`.
+            tls: Keys valid for every worker (`gradwire.transports.tls.make_keys`), from the same authority on every rank.
+            interface: Network interface on which the workers listen, e.g. ``ib0``.
+            port_range: First and last port on which they may listen; any free port if not given.
 
         Raises:
-            ConfigurationError: No launcher is found, or the ranks are on several machines and have no proof.
-            WorkerStartFailed: A rank did not arrive or could not become a worker; says which.
-            SystemExit: In every rank but 0, when the driver has ended.
+            ConfigurationError: No launcher was found, or the ranks are on several machines and have no secret or keys.
+            WorkerStartFailed: A rank did not arrive or could not become a worker; the message names it.
+            SystemExit: In every rank but 0, when the driver has exited.
         """
         from gradwire.cluster.environment_scheduler import start_from_env, tell_failed
         from gradwire.cluster.remote_launcher import RemoteOptions
@@ -396,43 +397,43 @@ class Cluster:
         lost_after: float | None = None,
         max_restarts: int = 10,
     ) -> Cluster:
-        """Start workers in a job of Slurm, and be their driver: on a login node, or inside another job.
+        """Start workers in a Slurm job, with this process as their driver, on a login node or inside another job.
 
-        submitit (``pip install gradwire[slurm]``) writes and submits the job: one task for each worker. Leaving the block
-        cancels it. What a worker prints appears here with its name in front; before that, in the logs in `folder`.
+        submitit (``pip install gradwire[slurm]``) writes and submits the job, with one task per worker. Leaving the block
+        cancels it. The output of a worker appears here, prefixed with its name; until it is ready, in the logs in `folder`.
 
         Args:
-            nodes: How many machines.
-            workers_per_node: How many workers on each.
-            time: Limit of the job: minutes, or as sbatch takes it, ``"2-12:00:00"``.
-            partition: Where to queue; the site's default if not given.
-            account: Who pays; the site's default if not given.
-            prologue: Lines of shell that the job runs first, e.g. ``["module load cuda"]``.
-            extra: More options of sbatch, e.g. ``["--constraint=a100", "--gres=gpu:4"]``.
-            folder: For the job script, logs, and the messages at the start, on a file system that all machines share.
-                Made with mode 0700 if it does not exist; one that others can write to is refused. ``%j`` is the job's id.
+            nodes: Number of machines.
+            workers_per_node: Number of workers on each machine.
+            time: Time limit of the job: minutes, or in sbatch's format, such as ``"2-12:00:00"``.
+            partition: Slurm partition; the site's default if not given.
+            account: Slurm account; the site's default if not given.
+            prologue: Shell commands that the job runs first, e.g. ``["module load cuda"]``.
+            extra: Further sbatch options, e.g. ``["--constraint=a100", "--gres=gpu:4"]``.
+            folder: Folder for the job script, the logs and the startup messages, on a file system that all machines share.
+                Created with mode 0700 if it does not exist; refused if others can write to it. ``%j`` is the job's id.
             executor: ``"local"`` runs the same on this machine, without Slurm.
-            names: Names of the workers, ``worker0``, ``worker1`` ... if not given; sorted by host and task.
-            roles: How many workers have each role instead, e.g. ``{"ps": 2, "trainer": 6}``.
-            num_worker_threads: As for `local`, like the following.
-            rpc_timeout: Seconds that a call may take if it names no other time; 0 for no deadline.
-            threads_per_worker: Threads of one torch operation.
-            start_timeout_s: Seconds for all of this, the time that the job waits in the queue included.
+            names: Names of the workers, assigned by host and task; ``worker0``, ``worker1`` ... if not given.
+            roles: Number of workers for each role, instead of names, e.g. ``{"ps": 2, "trainer": 6}``.
+            num_worker_threads: Functions that a worker runs at the same time; see `local`.
+            rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
+            threads_per_worker: Threads per torch operation.
+            start_timeout_s: Seconds within which all workers must be ready, including the job's time in the queue.
             env: Environment variables for the workers.
-            imports: Modules that every worker imports before it serves anything.
-            trust: ``"code"`` or ``"data"``.
-            limits: What members accept from each other.
-            device_maps: By worker, its device for each device of the member that calls it; as for `local`.
-            interface: Network interface that driver and workers listen on, e.g. ``ib0``.
-            port_range: Ports that they listen on, from first to last; any free one if not given.
-            restart: ``"on-loss"`` starts a worker that is lost again, in a job of its own with one task.
-            on_restart: As for `local`, like the following.
-            lost_after: Seconds without an answer after which a worker counts as lost.
-            max_restarts: How often one worker is started again within a minute.
+            imports: Modules that every worker imports before it serves calls.
+            trust: ``"code"`` or ``"data"``; see `local`.
+            limits: Limits on what members accept from each other.
+            device_maps: For each worker, its device for each device of the member that calls it; see `local`.
+            interface: Network interface on which driver and workers listen, e.g. ``ib0``.
+            port_range: First and last port on which they may listen; any free port if not given.
+            restart: ``"on-loss"`` restarts a lost worker, in a new job with one task.
+            on_restart: Called with each restarted worker to rebuild its state; see `local`.
+            lost_after: Seconds without a response after which a worker counts as lost; see `local`.
+            max_restarts: Restarts of one worker within a minute; see `local`.
 
         Raises:
-            ConfigurationError: An option is wrong, submitit is not installed, or Slurm is not there.
-            WorkerStartFailed: The job failed or did not start in time; the message has its id, its state and its log.
+            ConfigurationError: An option is wrong, submitit is not installed, or Slurm is not available.
+            WorkerStartFailed: The job failed or did not start in time; the message includes its id, state and log.
         """
         from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
         from gradwire.cluster.slurm_scheduler import SlurmOptions, SlurmScheduler
@@ -480,52 +481,52 @@ class Cluster:
     def map(self, function: Callable[[Any], T], items: Iterable[Any], timeout: float | None = None) -> list[T]:
         """Call a function once for each item, spread over the workers that are alive.
 
-        A worker has up to two items at a time, in two threads. A progress bar appears on a terminal, or in a
-        notebook with ipywidgets, if it takes longer than a second.
+        A worker processes up to two items at a time, in two threads. After a second, a progress bar appears on a terminal
+        or in a notebook with ipywidgets.
 
         Args:
             function: Called with one item.
-            items: Read as workers become free.
-            timeout: Seconds for the whole; without it each call has the cluster's `rpc_timeout`.
+            items: The items, consumed as workers become free.
+            timeout: Seconds for all items together; if not given, each call has the cluster's `rpc_timeout`.
 
         Returns:
-            The results in the order of the items.
+            The results, in the order of the items.
 
         Raises:
-            RpcTimeout: The time is up.
-            WorkerLost: No worker is alive, or one died on the way.
-            Exception: The first that a call raised; the rest is cancelled.
+            RpcTimeout: The timeout passed.
+            WorkerLost: No worker is alive, or one died during the call.
+            Exception: The first exception that a call raised; the remaining calls are cancelled.
         """
         alive = [worker for worker in self.workers if worker.is_alive]
         if not alive:
-            raise WorkerLost("no worker of this cluster is alive; Cluster.status() shows how they ended")
+            raise WorkerLost("no worker of this cluster is alive; see Cluster.status() for how they exited")
         return MapRun(alive, function, items, timeout).run()
 
     def add_workers(
         self, n: int, *, names: Sequence[str] | None = None, role: str = "worker", timeout: float = 60.0
     ) -> tuple[Worker, ...]:
-        """Start more workers, like those that the cluster has; every worker can call them by name from then on.
+        """Start more workers with the cluster's options; from then on, every worker can call them by name.
 
         Args:
-            n: How many.
-            names: Their names; the role and a number if not given: ``worker4``, ``worker5`` ...
-            role: What they are for.
-            timeout: Seconds that the start may take.
+            n: Number of workers.
+            names: Names of the workers; the role and a number if not given: ``worker4``, ``worker5`` ...
+            role: Role of the workers.
+            timeout: Seconds within which they must be ready.
 
         Raises:
             ConfigurationError: An option is wrong, or a worker has that name.
-            WorkerStartFailed: One did not get ready; none was added.
+            WorkerStartFailed: One did not become ready; none was added.
         """
         check_count("n", n, MAX_WORKERS)
         check_names([role] if names is None else names, 1 if names is None else n)
         return tuple(member.worker for member in self._monitor.add(n, names, role, timeout))
 
     def remove(self, worker: Worker | str, grace: float = _GRACE_S) -> None:
-        """End a worker and take it out of the cluster. It is not started again.
+        """Stop a worker and remove it from the cluster. It is not restarted.
 
         Args:
             worker: The worker, or its name.
-            grace: Seconds that calls of the driver which are under way on it get to end.
+            grace: Seconds to wait for the driver's calls in progress on it.
 
         Raises:
             UnknownWorker: The cluster has no such worker.
@@ -539,36 +540,36 @@ class Cluster:
         raise UnknownWorker(f"cannot remove {name!r}: this cluster has no such worker; it has: {known}")
 
     def wait_for_workers(self, n: int | None = None, timeout: float = 60.0) -> tuple[Worker, ...]:
-        """Wait until workers that were lost are back, or others have joined.
+        """Wait until lost workers are back or new ones have joined.
 
         Args:
-            n: How many have to serve calls; all that belong to the cluster if not given.
+            n: Number of workers that must serve calls; all workers of the cluster if not given.
             timeout: Seconds to wait.
 
         Returns:
-            Those that serve calls.
+            The workers that serve calls.
 
         Raises:
-            RpcTimeout: Fewer than `n` serve when the time is up.
-            WorkerLost: Fewer than `n` are left, and those that are missing are not started again.
+            RpcTimeout: Fewer than `n` workers serve calls when the timeout passes.
+            WorkerLost: Fewer than `n` workers are left, and the others are not restarted.
         """
         return tuple(member.worker for member in self._monitor.wait_for(n, timeout))
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
-        """Call back whenever a worker joins, is lost, was restarted or has left.
+        """Call a function whenever a worker joins, is lost, is restarted or leaves.
 
-        Callbacks run one after the other, in the order of the events, in a thread of the driver.
+        Callbacks run one at a time, in the order of the events, in a thread of the driver.
 
         Args:
             callback: Called with a `MembershipEvent`.
 
         Returns:
-            A function that ends this.
+            A function that removes the callback.
         """
         return self._monitor.on_membership(callback)
 
     def describe(self) -> str:
-        """Return what was started, in lines for people: options, processes, addresses and versions."""
+        """Return a readable description of the cluster: options, processes, addresses and versions."""
         watched = self._monitor.options
         silence = f" or has not answered for {watched.silence_s:g} s" if watched.silence_s < float("inf") else ""
         restarts = f", at most {watched.max_restarts} times a minute" if watched.restart == "on-loss" else ""
@@ -589,7 +590,7 @@ class Cluster:
         return f"  {info.name}: rank {info.id}, {member.spec.role}, {process}, {self._monitor.state_of(member)}"
 
     def status(self) -> ClusterStatus:
-        """Return one record for each worker, with its state, memory and calls; printed, it is a table."""
+        """Return a record for each worker with its state, memory and calls; it prints as a table."""
         members = self._monitor.members()
         running = [member.name for member in members if member.handle.state is WorkerState.RUNNING]
         usage = ask_usage(self._agent, running, _SURVEY_S)
@@ -611,29 +612,29 @@ class Cluster:
         )
 
     def close(self, grace: float = _GRACE_S) -> None:
-        """End all workers. May be called again.
+        """Stop all workers. Safe to call more than once.
 
         Args:
-            grace: Seconds that calls of the driver which are under way get to end. Workers then have a moment to leave
-                in good order, and are killed if they do not.
+            grace: Seconds to wait for the driver's calls in progress. Workers then have a moment to shut down cleanly,
+                and are killed if they do not.
         """
         with self._lock:
-            is_copy = os.getpid() != self._owner_pid  # a process that the driver forked must not end its workers
+            is_copy = os.getpid() != self._owner_pid  # a process forked by the driver must not stop its workers
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
         status_socket = self._status_socket or contextlib.nullcontext()
-        # The resources end what is left if Ctrl-C ends one of the waits.
+        # Leaving the resources stops the remaining workers if Ctrl-C interrupts one of the waits.
         with _interrupts.installed(), self._resources, status_socket:
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace
-            # The work of the other workers ends with the driver's calls, which began it all.
+            # All work on the workers was started by the driver's calls, and ends with them.
             while not self._agent.is_quiet and time.monotonic() < deadline:
                 _interrupts.sleep(_QUIET_POLL_S)
             handles = [member.handle for member in self._monitor.members()]
             self._monitor.launcher.terminate(handles, max(_LEAVE_S, deadline - time.monotonic()))
 
     def _shut_down(self, graceful: bool, timeout: float) -> None:
-        """Do what `gradwire.rpc.shutdown` asks for in the driver."""
+        """Implement `gradwire.rpc.shutdown` in the driver."""
         self.close((timeout or _GRACE_S) if graceful else 0.0)

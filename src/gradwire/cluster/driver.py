@@ -1,4 +1,4 @@
-"""What all clusters have in common at their start: options, and whether this process can be a driver."""
+"""Options common to all clusters, and the check whether this process can be a driver."""
 
 from __future__ import annotations
 
@@ -59,12 +59,12 @@ class ClusterOptions:
 
     def _check_roles(self, roles: Mapping[str, int]) -> None:
         if self.names is not None:
-            raise ConfigurationError("names and roles exclude each other: a role gives its workers their names")
+            raise ConfigurationError("pass either names or roles, not both: a role names its workers")
         for role, count in roles.items():
             check_count(f"roles[{role!r}]", count, MAX_WORKERS)
         if sum(roles.values()) != self.num_workers:
             raise ConfigurationError(
-                f"roles add up to {sum(roles.values())} workers, but there are {self.num_workers}: {dict(roles)!r}"
+                f"roles add up to {sum(roles.values())} workers, but the cluster has {self.num_workers}: {dict(roles)!r}"
             )
 
     def _names(self) -> Sequence[str]:
@@ -78,11 +78,11 @@ class ClusterOptions:
         return dict(zip(self._names(), each, strict=False))
 
     def infos(self) -> list[WorkerInfo]:
-        """Return names and ranks of the workers, and of the driver at the end."""
+        """Return names and ranks of the workers, followed by those of the driver."""
         return [WorkerInfo(name, rank) for rank, name in enumerate((*self._names(), DRIVER))]
 
     def spec(self, info: WorkerInfo, config: WorkerConfig, addresses: tuple[WorkerAddress, ...] = ()) -> WorkerSpec:
-        """Return what a launcher needs to start that worker."""
+        """Return the spec from which a launcher starts that worker."""
         return WorkerSpec(
             info=info,
             config=config,
@@ -105,29 +105,29 @@ def check_names(names: Sequence[object], num_workers: int) -> None:
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS:
             raise ConfigurationError(
-                f"a worker's name has 1 to {_MAX_NAME_CHARS} letters, digits, dots, dashes, underscores; not {name!r}"
+                f"a worker's name must be 1 to {_MAX_NAME_CHARS} letters, digits, dots, dashes or underscores, not {name!r}"
             )
     if len(set(names)) != len(names) or DRIVER in names:
-        raise ConfigurationError(f'names must be unique, and "{DRIVER}" is the name of this process: {list(names)!r}')
+        raise ConfigurationError(f'names must be unique, and "{DRIVER}" is reserved for this process: {list(names)!r}')
 
 
 def check_no_other() -> None:
     """Refuse to start a cluster in a process that belongs to one."""
     hint = guard_hint("with gradwire.Cluster.local(...) as cluster:\n            ...")
     if (name := reserved_for()) is not None:
-        raise ConfigurationError(f"{name} is a worker of a cluster: only the driver can start one{hint}")
+        raise ConfigurationError(f"{name} is a worker of a cluster, and only a driver can start a cluster{hint}")
     if _imports_the_script():
-        raise ConfigurationError(f"the program's script was imported, and would start a second cluster{hint}")
+        raise ConfigurationError(f"the program's script was imported and would start a second cluster{hint}")
     with contextlib.suppress(NotInitialized):
         agent = current_agent()
         if CLUSTER in agent.extensions:
             raise ConfigurationError(
-                "a cluster is open in this process already. Use it (Cluster.current()), close it (Cluster.current().close() "
-                f"or gradwire.rpc.shutdown()), or have the new one take its place: Cluster.local(..., replace=True){hint}"
+                "a cluster is already open in this process. Use it (Cluster.current()), close it (Cluster.current().close() "
+                f"or gradwire.rpc.shutdown()), or replace it: Cluster.local(..., replace=True){hint}"
             )
         raise ConfigurationError(
-            f"this process is worker {agent.info.name} of a cluster already, by init_rpc; leave that one first, with "
-            f"gradwire.rpc.shutdown(){hint}"
+            f"this process is already worker {agent.info.name}, started by init_rpc; call gradwire.rpc.shutdown() "
+            f"first{hint}"
         )
 
 

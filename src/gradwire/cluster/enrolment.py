@@ -1,4 +1,4 @@
-"""How a process that a scheduler started becomes a worker: its key stays where it was made.
+"""How a process started by a scheduler becomes a worker without its private key leaving it.
 
     driver                                              process
     Introduce                      ------------->       makes a key
@@ -7,12 +7,11 @@
     signed certificate, settings
     sealed for that key            <-------------       Ready: its address
 
-The messages go over the scheduler's channel, which others may read: what is secret in them (the cluster's token, and the
-environment of the workers) is sealed for the key of the process. The channel must not let others write: a scheduler that
-starts a program for others has let them in already. The driver signs for a name only what came from a process that it had
-started itself.
+The messages go over the scheduler's channel, which others may read: secrets in them (the cluster's token and the workers'
+environment) are sealed for the key of the process. Others must not be able to write to the channel: a scheduler that starts
+programs for them has already admitted them. The driver signs requests only from processes that it started itself.
 
-This module has the messages, and what the driver decides about them. It does not send any.
+This module defines the messages and the driver's decisions about them. It does not send any.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _Pem = Annotated[bytes, Meta(max_length=_MAX_PEM_BYTES)]
 
 
 class Introduce(msgspec.Struct, frozen=True, tag=True):
-    """Ask the process who it is."""
+    """Ask the process to introduce itself."""
 
     driver_host: _Text  # where the driver listens: the process is reached at its own address on the way there
     interface: _Text | None = None  # or at the address of this network interface
@@ -55,7 +54,7 @@ class Introduction(msgspec.Struct, frozen=True, tag=True):
     """The answer to `Introduce`."""
 
     certificate_request: _Pem
-    host: _Text  # host name, for people
+    host: _Text  # host name, for messages
     address: _Text  # where the others reach this machine
     local_index: Annotated[int, Meta(ge=0, le=1 << 20)]  # counts the processes of one machine
     pid: Annotated[int, Meta(ge=0, le=1 << 31)]
@@ -82,7 +81,7 @@ class Assign(msgspec.Struct, frozen=True, tag=True):
     authority: _Pem
     driver: WorkerAddress
     sealed_settings: bytes  # encoded `WorkerSettings`, which the process's key alone can open
-    after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # its incarnation is to be later than that
+    after: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0  # its incarnation must be later than this
 
     @property
     def info(self) -> WorkerInfo:
@@ -120,24 +119,24 @@ _settings = msgspec.msgpack.Decoder(WorkerSettings, dec_hook=_rebuild)
 
 
 def decode_question(data: bytes) -> Question:
-    """Read what the driver sent.
+    """Decode a message from the driver.
 
     Raises:
         DecodeError: It is not a valid message.
     """
-    question: Question = _decode(_question, data, "a message of the driver")
+    question: Question = _decode(_question, data, "a message from the driver")
     if isinstance(question, Assign):
         check_text(question.name, "a worker's name", _MAX_TEXT_BYTES)
     return question
 
 
 def decode_answer(data: bytes, kind: type[_M], limits_of: WorkerConfig) -> _M | Failed:
-    """Read the answer of a process: one of `kind`, or `Failed` with a text that is safe to print.
+    """Decode the reply of a process: one of `kind`, or `Failed` with a text that is safe to print.
 
     Raises:
-        DecodeError: It is not a valid message, or another one.
+        DecodeError: It is not a valid message, or of another kind.
     """
-    answer: Answer = _decode(_answer, data, "the answer of a process")
+    answer: Answer = _decode(_answer, data, "the reply of a process")
     if isinstance(answer, Failed):
         return Failed(clean(answer.text, _MAX_FAILURE_BYTES))
     if not isinstance(answer, kind):
@@ -183,5 +182,5 @@ def _natural(text: str) -> list[tuple[int, str]]:
 
 
 def host_name() -> str:
-    """Return the name of this machine, for people."""
+    """Return the name of this machine, for messages."""
     return socket.gethostname()[:_MAX_TEXT_BYTES]

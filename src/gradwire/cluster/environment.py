@@ -1,6 +1,6 @@
-"""What started this process: torchrun, mpirun, srun, SkyPilot, or a program that sets GRADWIRE_* variables.
+"""Detect the launcher of this process: torchrun, mpirun, srun, SkyPilot, or a program that sets GRADWIRE_* variables.
 
-`detect` reads environment variables and nothing else. `gradwire.cluster.environment_scheduler` makes a cluster of it.
+`detect` only reads environment variables. `gradwire.cluster.environment_scheduler` makes a cluster from the result.
 
 The more specific launcher wins, because launchers nest: torchrun runs under srun or on SkyPilot, and mpirun starts its
 daemons with srun, whose variables the ranks then inherit.
@@ -28,14 +28,14 @@ class LaunchEnvironment:
     """One rank of a program that was started on every rank.
 
     Attributes:
-        launcher: For people, e.g. ``torchrun``.
+        launcher: Name of the launcher, e.g. ``torchrun``.
         run_id: The same on every rank of a run.
-        rank: Of this process; 0 is the driver.
-        world_size: Ranks, the driver included.
-        master: Host and port of the store that all ranks reach; None where they share a machine and need none.
-        serves_store: Whether rank 0 has to serve the store; if not, the launcher does.
-        is_one_host: Whether the launcher says that all ranks share a machine; None if it does not say.
-        restart: How often the launcher has started this rank before, for people: it may differ between machines.
+        rank: Rank of this process; 0 is the driver.
+        world_size: Number of ranks, including the driver.
+        master: Host and port of the store that all ranks use; None if they share a machine and need none.
+        serves_store: Whether rank 0 serves the store; otherwise the launcher does.
+        is_one_host: Whether all ranks share a machine; None if the launcher does not provide that.
+        restart: Number of earlier starts of this rank, for messages only: it may differ between machines.
     """
 
     launcher: str
@@ -50,30 +50,30 @@ class LaunchEnvironment:
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size <= _MAX_RANKS:
             raise ConfigurationError(
-                f"{self.launcher} says that this is rank {self.rank} of {self.world_size}: ranks are 0 to world size - 1, "
-                f"and at most {_MAX_RANKS:,}"
+                f"{self.launcher} started this process as rank {self.rank} of {self.world_size}: ranks must be 0 to world "
+                f"size - 1, with at most {_MAX_RANKS:,} of them"
             )
 
     @property
     def topic(self) -> str:
-        """What tells this run from others of the same user on the same machines."""
+        """Identifies this run among others of the same user on the same machines."""
         where = "{}:{}".format(*self.master) if self.master else "-"
         return f"{self.launcher}/{self.run_id}/{where}/{self.world_size}"
 
     @property
     def shares_machine(self) -> bool:
-        """Whether this rank is on the machine of rank 0, as far as that can be told without talking to it."""
+        """Whether this rank is on the machine of rank 0, as far as that is known without contacting it."""
         return self.is_one_host is True or self.master is None or is_here(self.master[0])
 
 
 def detect(environ: Mapping[str, str] | None = None) -> LaunchEnvironment:
-    """Return what the environment says about this process.
+    """Detect the launcher and this process's rank from environment variables.
 
     Args:
         environ: The variables; those of this process if not given.
 
     Raises:
-        ConfigurationError: No launcher is found, or its variables do not fit together.
+        ConfigurationError: No launcher was found, or its variables are inconsistent.
     """
     env = os.environ if environ is None else environ
     for is_there, read in _LAUNCHERS:
@@ -86,7 +86,7 @@ def _not_found_text(env: Mapping[str, str]) -> str:
     slurm = ""
     if "SLURM_JOB_ID" in env:
         slurm = (
-            f"This is inside the Slurm job {env['SLURM_JOB_ID']}, but srun did not start it: put srun in front of the "
+            f"This process is inside Slurm job {env['SLURM_JOB_ID']}, but srun did not start it: put srun in front of the "
             "command (srun python script.py). "
         )
     return (
@@ -103,16 +103,18 @@ def _read_own(env: Mapping[str, str]) -> LaunchEnvironment:
     if text := env.get("GRADWIRE_MASTER"):
         host, _, port = text.rpartition(":")
         if not host or not port.isdecimal():
-            raise ConfigurationError(f"GRADWIRE_MASTER must be host:port, where rank 0 is to listen; not {text!r}")
+            raise ConfigurationError(
+                f"GRADWIRE_MASTER must be host:port, the address at which rank 0 listens, not {text!r}"
+            )
         master = (host.strip("[]"), int(port))
     run_id = env.get("GRADWIRE_RUN_ID", "")
     if master is None and not run_id:
         raise ConfigurationError(
-            "GRADWIRE_RANK is set: set GRADWIRE_RUN_ID as well (any text, the same on every rank) where all ranks share a "
-            "machine, or GRADWIRE_MASTER=host:port, where rank 0 is to listen, for several"
+            "GRADWIRE_RANK is set: set GRADWIRE_RUN_ID as well (any text, the same on every rank) if all ranks share a "
+            "machine, or GRADWIRE_MASTER=host:port, the address at which rank 0 listens, if they do not"
         )
     return LaunchEnvironment(
-        launcher="GRADWIRE_RANK",
+        launcher=env.get("GRADWIRE_LAUNCHER") or "GRADWIRE_RANK",
         run_id=run_id,
         rank=_number(env, "GRADWIRE_RANK"),
         world_size=_number(env, "GRADWIRE_WORLD_SIZE"),
@@ -160,7 +162,8 @@ def _read_mpi(
         master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT", default=_port_for(run_id or launcher)))
     elif not is_one_host:
         raise ConfigurationError(
-            f"{launcher} started {world_size} ranks, not all of them on this machine, and does not say where rank 0 is: set "
+            f"{launcher} started {world_size} ranks, not all of them on this machine, and does not provide the "
+            "address of rank 0: set "
             "MASTER_ADDR to its host name on every rank (e.g. mpirun -x MASTER_ADDR=node1), and MASTER_PORT to a free port"
         )
     elif run_id is None:
@@ -182,7 +185,7 @@ def _read_slurm(env: Mapping[str, str]) -> LaunchEnvironment:
     num_nodes = _number(env, "SLURM_STEP_NUM_NODES", default=_number(env, "SLURM_NNODES", default=0))
     if not host and num_nodes != 1:
         raise ConfigurationError(
-            "srun does not say where rank 0 is (SLURM_STEP_NODELIST): set MASTER_ADDR to its host name"
+            "srun does not provide the address of rank 0 (SLURM_STEP_NODELIST): set MASTER_ADDR to its host name"
         )
     return LaunchEnvironment(
         launcher="srun",
@@ -249,7 +252,7 @@ def first_host(node_list: str) -> str:
 
 
 def _parent_id() -> str:
-    """Return a text for the parent process that no other process has until the machine is started again."""
+    """Return an identifier of the parent process that is unique until the machine reboots."""
     pid = os.getppid()
     try:
         start = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
@@ -259,7 +262,7 @@ def _parent_id() -> str:
 
 
 def is_here(host: str) -> bool:
-    """Return whether a host name or address is one of this machine's (and network namespace's)."""
+    """Return whether a host name or address belongs to this machine (and network namespace)."""
     if host in (socket.gethostname(), socket.getfqdn(), "localhost"):
         return True
     try:

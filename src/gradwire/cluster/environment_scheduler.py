@@ -1,7 +1,7 @@
 """`Cluster.from_env`: one program, started on every rank by a launcher; rank 0 is the driver, the others are workers.
 
     rank 0          Cluster.from_env() returns, the block runs
-    other ranks     Cluster.from_env() serves until the driver ends, and ends the process
+    other ranks     Cluster.from_env() serves until the driver exits, and then exits the process
 
 Where all ranks share a machine, the channel between them is a folder that no other user can write to. Across machines it
 is torch's store at MASTER_ADDR:MASTER_PORT, which others may write to as well; so each message has to be proven, by a
@@ -50,7 +50,7 @@ from gradwire.wire.exceptions import clean
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_S = 0.1
-_LINGER_S = 0.6  # others look three times meanwhile
+_LINGER_S = 0.6  # others look three times in this period
 _FAIL_S = 2.0
 _TELL_S = 1.0
 _LONGER_S = 10.0  # how much longer than the driver the others wait: it says who is missing
@@ -59,13 +59,13 @@ _REFUSED = "refused"
 _Text = Annotated[str, Meta(max_length=_MAX_TEXT_BYTES)]
 
 FAILED = "cluster.failed"
-"""The operation by which the driver tells workers that its program failed."""
+"""The operation with which the driver tells workers that its program failed."""
 
 
 def choose_auth(
     environment: LaunchEnvironment, tls: TlsKeys | None, environ: Mapping[str, str] | None = None
 ) -> MessageAuth | None:
-    """Return how messages between ranks are proven; None where they share a machine and need no proof.
+    """Return how messages between ranks are authenticated; None if they share a machine and need no authentication.
 
     Raises:
         ConfigurationError: The ranks are on several machines and have neither keys nor a secret, or those cannot be used.
@@ -83,14 +83,14 @@ def choose_auth(
         return None
     host = environment.master[0] if environment.master else "?"
     raise ConfigurationError(
-        f"rank {environment.rank} runs on {socket.gethostname()}, and rank 0 on {host}: workers on several machines must be "
-        f"able to tell who belongs to the run. {_PROOF_HINT}"
+        f"rank {environment.rank} runs on {socket.gethostname()}, but rank 0 runs on {host}: workers on several machines "
+        f"must authenticate each other. {_PROOF_HINT}"
     )
 
 
 _PROOF_HINT = (
-    f"Give every rank the same secret ({SECRET_FILE}=<file that you alone can read>) or keys ({KEYS_FOLDER}=<folder of "
-    "make_keys>, or tls=); `gradwire keys` makes either"
+    f"Give every rank the same secret ({SECRET_FILE}=<file readable only by you>) or keys ({KEYS_FOLDER}=<folder of "
+    "make_keys>, or tls=); `gradwire keys` creates both"
 )
 
 
@@ -99,7 +99,7 @@ def open_store(environment: LaunchEnvironment, auth: MessageAuth | None, deadlin
 
     Raises:
         ConfigurationError: The folder cannot be used, or rank 0 cannot listen.
-        RendezvousFailed: Nothing listens where rank 0 should.
+        RendezvousFailed: Rank 0 does not listen at its address.
     """
     if auth is None:
         digest = hashlib.sha256(environment.topic.encode()).hexdigest()[:16]
@@ -115,7 +115,7 @@ def open_store(environment: LaunchEnvironment, auth: MessageAuth | None, deadlin
 
 
 def open_refusals(environment: LaunchEnvironment, deadline: float) -> KeyValueStore | None:
-    """Open the launcher's own store, where a rank on another machine that has no proof says so; None if there is none.
+    """Open the launcher's own store, where ranks on other machines without a proof report that; None if there is none.
 
     Rank 0 cannot serve one for that: without a proof nothing listens beyond loopback. Nothing else is read from it.
     """
@@ -159,7 +159,7 @@ def _connect_store(host: str, port: int, deadline: float) -> Any:
             return _make_store(host, port, False, deadline, None)
         except (OSError, RuntimeError) as error:
             if time.monotonic() >= deadline:
-                raise RendezvousFailed(f"rank 0 never listened at tcp://{host}:{port}: {error}") from error
+                raise RendezvousFailed(f"rank 0 did not listen at tcp://{host}:{port}: {error}") from error
             _interrupts.sleep(_LOOK_S)
 
 
@@ -198,8 +198,8 @@ class EnvironmentScheduler:
         launcher = self._environment.launcher
         if self._processes:
             raise ConfigurationError(
-                f"{launcher} owns the processes of this cluster: workers can be neither added nor started again by it. Let "
-                "the launcher start all ranks again (torchrun --max-restarts), or use Cluster.ray or Cluster.slurm"
+                f"{launcher} owns the processes of this cluster, so the cluster cannot add or restart workers. Let the "
+                "launcher restart all ranks (torchrun --max-restarts), or use Cluster.ray or Cluster.slurm"
             )
         assert count == self._environment.world_size - 1
         try:
@@ -236,13 +236,13 @@ class EnvironmentScheduler:
         )
 
     def give_up(self, reason: str) -> None:
-        """Tell the ranks that wait why there will be no cluster, and give them a moment to read it."""
+        """Tell the waiting ranks why there will be no cluster, and give them time to read it."""
         with contextlib.suppress(RendezvousFailed):  # the store is gone
             self._exchange.give_up(reason)
             _interrupts.sleep(_LINGER_S)
 
     def close(self) -> None:
-        """Let go of the other ranks: the launcher ends them, or they end themselves without a driver."""
+        """Release the other ranks: the launcher stops them, or they exit without a driver."""
         for process in self._processes:
             process.close()
 
@@ -268,29 +268,29 @@ class EnvironmentScheduler:
 
 
 class RankProcess(ExchangeProcess):
-    """A rank. The launcher above started it, and takes its end by force for a failure of the whole program."""
+    """A rank started by the launcher, which treats killing it as a failure of the whole program."""
 
     def kill(self) -> None:
-        """Let go of it: it ends by itself when the driver has let it go, or when it has lost the driver."""
+        """Release it: it exits by itself when the driver releases it, or when it loses the driver."""
         self._is_released = True
 
     def end_reason(self) -> str | None:
-        return super().end_reason() or ("it was left to its launcher" if self._is_released else None)
+        return super().end_reason() or ("it is managed by its launcher" if self._is_released else None)
 
     _is_released = False
 
 
 def start_from_env(make_options: Callable[[int], RemoteOptions], tls: TlsKeys | None) -> Any:
-    """Do what `gradwire.Cluster.from_env` does: in rank 0 return what `start_remote` returns, in others serve and exit.
+    """Implement `gradwire.Cluster.from_env`: in rank 0 return the result of `start_remote`, in others serve and exit.
 
     Args:
-        make_options: Makes the options for so many workers.
+        make_options: Makes the options for a number of workers.
         tls: Keys for messages between machines.
     """
     environment = detect()
     if environment.world_size == 1:
         raise ConfigurationError(
-            f"{environment.launcher} started one rank, which is the driver, and no worker: start at least two"
+            f"{environment.launcher} started a single rank, which is the driver, and no workers: start at least two ranks"
         )
     try:
         options = make_options(environment.world_size - 1)
@@ -330,10 +330,10 @@ def _start_driver(scheduler: EnvironmentScheduler, options: RemoteOptions) -> An
 def serve_rank(
     environment: LaunchEnvironment, store: KeyValueStore, auth: MessageAuth | None, deadline: float
 ) -> NoReturn:
-    """Be a worker until the driver ends, then end the process.
+    """Serve as a worker until the driver exits, then exit the process.
 
     Raises:
-        SystemExit: 0 after the driver has let it go; 1 if the driver failed, gave up or was lost.
+        SystemExit: With code 0 after the driver has released this worker; 1 if the driver failed, aborted or was lost.
     """
     worker = RemoteWorker(local_index=environment.rank, shares_output=True)
     failures: list[str] = []
@@ -360,7 +360,7 @@ def serve_rank(
     if lost_reason is None:
         raise SystemExit(0)
     _interrupts.sleep(_FAIL_S)  # a launcher reports what fails first, and that should be the driver
-    failed = RendezvousFailed(f"{who} ends without its driver: {lost_reason}")
+    failed = RendezvousFailed(f"{who} is exiting because its driver was lost: {lost_reason}")
     record_error(failed)
     print(f"gradwire: {failed}", file=sys.stderr, flush=True)
     raise SystemExit(1)
@@ -371,7 +371,7 @@ def _note_failures(agent: Agent, failures: list[str]) -> None:
 
     def on_failed(source: WorkerInfo, text: str) -> None:
         if source.name != DRIVER:
-            raise AuthenticationFailed(f"only {DRIVER} may tell {agent.info.name} that, not {source.name}")
+            raise AuthenticationFailed(f"only {DRIVER} may send this to {agent.info.name}, not {source.name}")
         failures.append(clean(text, _MAX_TEXT_BYTES))
 
     agent.server.register_control(FAILED, on_failed, _Text)
@@ -390,7 +390,7 @@ def tell_failed(agent: Agent, error: BaseException) -> None:
 
 
 def record_error(error: Exception) -> None:
-    """Put an error where torchrun looks for it, so that its report has the text."""
+    """Write an error where torchrun looks for it, so that its report includes the text."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and not os.path.exists(file):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -404,7 +404,7 @@ def record_error(error: Exception) -> None:
 
 @contextlib.contextmanager
 def _ignoring_ctrl_c() -> Iterator[None]:
-    """Leave Ctrl-C to the driver: a terminal sends it to every rank, and the driver ends the others."""
+    """Leave Ctrl-C to the driver: a terminal sends it to every rank, and the driver stops the others."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -16,26 +16,26 @@ _MAX_VALUE_BYTES = 4 << 20
 
 
 class KeyValueStore(Protocol):
-    """What one process sets, others get. Keys are letters, digits, dots and dashes."""
+    """A key-value store shared by processes. Keys are letters, digits, dots and dashes."""
 
-    where: str  # for people
+    where: str  # for messages
 
     def set(self, key: str, value: bytes) -> None:
-        """Set a value; others see the old one or the new one, never a part of it.
+        """Set a value atomically.
 
         Raises:
-            RendezvousFailed: The store is gone.
+            RendezvousFailed: The store is no longer available.
         """
 
     def get(self, key: str) -> bytes | None:
-        """Return a value, or None where there is none yet.
+        """Return a value, or None if there is none yet.
 
         Raises:
-            RendezvousFailed: The store is gone.
+            RendezvousFailed: The store is no longer available.
         """
 
     def close(self) -> None:
-        """Let go of it. May be called again."""
+        """Release the store. Idempotent."""
 
 
 class FolderStore:
@@ -117,20 +117,20 @@ class TorchStore:
 
     def _gone(self, error: Exception) -> RendezvousFailed:
         first = str(error).partition("\n")[0]
-        return RendezvousFailed(f"the store at {self.where} is gone: {first}")
+        return RendezvousFailed(f"the store at {self.where} is no longer available: {first}")
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Make a folder that its owner alone can use; one that exists must be closed to writing by others.
+    """Create a folder accessible only to its owner; an existing one must not be writable by others.
 
     Raises:
-        ConfigurationError: Others can write to it, it belongs to another user, or it cannot be made.
+        ConfigurationError: The folder is writable by others, belongs to another user, or cannot be created.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
     except OSError as error:
-        raise ConfigurationError(f"cannot make the folder {folder}: {error.strerror}; name another one") from error
+        raise ConfigurationError(f"cannot create the folder {folder}: {error.strerror}; choose another one") from error
     return folder
 
 
@@ -138,10 +138,10 @@ def _check_private(folder: Path) -> None:
     status = folder.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigurationError(f"{folder} is not a folder but a link or a file; name another one")
+        raise ConfigurationError(f"{folder} is a link or a file, not a folder; choose another one")
     if status.st_uid != os.geteuid():
-        raise ConfigurationError(f"{folder} belongs to another user; name another one")
+        raise ConfigurationError(f"{folder} belongs to another user; choose another one")
     if mode & 0o022:
         raise ConfigurationError(
-            f"others can write to {folder} (mode {mode:o}); `chmod 700 {folder}` or name another one"
+            f"{folder} is writable by other users (mode {mode:o}); run `chmod 700 {folder}` or choose another one"
         )

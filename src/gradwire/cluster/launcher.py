@@ -1,8 +1,8 @@
-"""The seam between a cluster and what starts its processes.
+"""The interface between a cluster and the launcher of its processes.
 
-A `Launcher` starts workers, knows when they end, and ends them. `gradwire.cluster.local_launcher` has the one for this
-machine, `gradwire.cluster.remote_launcher` the one for all others, over a small `Scheduler`. Everything a cluster does with
-a running worker goes through calls.
+A `Launcher` starts workers, detects when they exit, and stops them. `gradwire.cluster.local_launcher` implements it for this
+machine, `gradwire.cluster.remote_launcher` for all others, on top of a small `Scheduler`. Everything else that a cluster
+does with a running worker goes through calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 
 
 class WorkerState(enum.Enum):
-    """Where a worker is in its life. It only moves down this list."""
+    """Lifecycle of a worker. It only moves down this list."""
 
     STARTING = "starting"
     RUNNING = "running"
@@ -40,7 +40,7 @@ class WorkerSpec:
     environment: dict[str, str]  # on top of the driver's own
     imports: tuple[str, ...] = ()  # modules to import before anything is served
     role: str = "worker"  # what the program uses it for
-    after: int = 0  # its incarnation is to be later than that, even if the clock of its machine is behind
+    after: int = 0  # its incarnation must be later than this, even if the clock of its machine is behind
 
 
 class WorkerHandle:
@@ -50,7 +50,7 @@ class WorkerHandle:
         self.info = info
         self.pid: int | None = None
         self.address: WorkerAddress | None = None  # known once it listens
-        self.host = ""  # name of its machine, for people
+        self.host = ""  # name of its machine, for messages
         self.place: str | None = None  # what the scheduler calls the place that it runs in
         self.state = WorkerState.STARTING
         self.exit_reason: str | None = None  # e.g. "killed by SIGKILL"
@@ -74,7 +74,7 @@ class WorkerHandle:
             self.state = WorkerState.RUNNING
 
     def on_end_expected(self) -> None:
-        """Note that the driver wants the worker to end: it does not count as lost any more."""
+        """Record that the driver wants the worker to exit, so that it no longer counts as lost."""
         if not self.state.is_over:
             self.state = WorkerState.LEAVING
 
@@ -89,34 +89,34 @@ OnLost = Callable[[WorkerHandle], None]
 
 
 class Launcher(Protocol):
-    """Starts and ends worker processes."""
+    """Starts and stops worker processes."""
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
-        """Start one worker for each spec, wait until all of them listen, and return them in the same order.
+        """Start one worker per spec, wait until all of them listen, and return them in the same order.
 
-        May be called again, in any thread: with new names to add workers, and with the name of a worker that has ended to
-        start it again, where it was if that place still exists. If one fails, those of the same call are ended, too.
+        Can be called again, in any thread: with new names to add workers, or with the name of a worker that has exited to
+        restart it, in its old place if that still exists. If one fails, the others of the same call are stopped.
 
-        `on_lost` is called, in a thread of the launcher, for each that was ready and ends without being asked to. Its
-        handle says so by then. It may be called before this returns.
+        `on_lost` is called, in a thread of the launcher, for each worker that was ready and exits unexpectedly, after its
+        handle was updated. It may be called before this returns.
 
         Raises:
-            WorkerStartFailed: A worker did not get ready in time; says why, with what it printed.
+            WorkerStartFailed: A worker did not become ready in time; the message includes the reason and its output.
         """
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:
-        """Wait until that worker's process is gone; return False if it is still there after `timeout_s`."""
+        """Wait until the worker's process has exited; return False if it is still running after `timeout_s`."""
 
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
-        """Ask workers to leave, and end by force those that are still there after `grace_s`.
+        """Ask workers to shut down, and kill those that are still running after `grace_s`.
 
         Returns:
-            Whether all are gone. One that cannot be ended, because its machine does not answer for instance, ends itself
-            when it finds that the driver has given it up.
+            Whether all have exited. One that cannot be killed, for instance because its machine does not respond, exits
+            by itself when it finds that the driver has abandoned it.
         """
 
     def describe(self) -> str:
-        """Return what was started, and how, in lines for people; without secrets."""
+        """Return a readable description of what was started, and how; without secrets."""
 
     def close(self) -> None:
-        """End every worker at once and free everything. May be called again."""
+        """Kill every worker at once and release all resources. Idempotent."""

@@ -162,11 +162,11 @@ class LocalLauncher(Launcher):
 
     def describe(self) -> str:
         return (
-            f"processes of this machine, forked by process {self._fork_server.pid}; their sockets are in {self.folder}"
+            f"processes on this machine, forked by process {self._fork_server.pid}; their sockets are in {self.folder}"
         )
 
     def close(self) -> None:
-        """End every worker at once and remove the folder; keep the fork server. May be called again."""
+        """Kill every worker and remove the folder; keep the fork server. Idempotent."""
         with self._lock:
             is_copy = os.getpid() != self._owner_pid  # a process that the driver forked must not end its workers
             if self._is_closed or is_copy:
@@ -200,7 +200,7 @@ class LocalLauncher(Launcher):
             return
         if not _interrupts.acquire(self._renewal, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
             raise WorkerStartFailed(
-                "the fork server was killed, and no other one is ready in time; raise start_timeout_s"
+                "the fork server was killed, and its replacement was not ready in time; raise start_timeout_s"
             )
         try:
             old_server, old_supervisor = self._fork_server, self._supervisor
@@ -209,10 +209,12 @@ class LocalLauncher(Launcher):
             # The thread of the supervisor tells of each worker's end first.
             if not old_supervisor.wait_until(lambda: old_supervisor.has_ended, max(0.0, deadline - time.monotonic())):
                 raise WorkerStartFailed(
-                    "the fork server was killed, and the end of its workers was not noticed in time; raise start_timeout_s"
+                    "the fork server was killed, and its workers did not exit in time; raise start_timeout_s"
                 )
             if not self.folder.is_dir():
-                raise WorkerStartFailed(f"the fork server ended, and {self.folder} is gone; start another cluster")
+                raise WorkerStartFailed(
+                    f"the fork server exited, and {self.folder} no longer exists; start another cluster"
+                )
             with contextlib.ExitStack() as undo:
                 server = borrow_fork_server(max(0.0, deadline - time.monotonic()))
                 undo.callback(server.close, force=True)
@@ -226,7 +228,7 @@ class LocalLauncher(Launcher):
             old_server.close(force=True)
         except OSError as error:
             raise WorkerStartFailed(
-                f"the fork server was killed, and another one cannot be started: {error}"
+                f"the fork server was killed, and its replacement cannot be started: {error}"
             ) from error
         finally:
             self._renewal.release()
@@ -240,8 +242,8 @@ class LocalLauncher(Launcher):
         if isinstance(answer, FolderMade) and answer.path:
             return Path(answer.path)
         self._give_up_fork_server(is_clean=answer is not None)  # else the answer may still come
-        reason = answer.error if isinstance(answer, FolderMade) else "the fork server ended"
-        raise WorkerStartFailed(f"cannot make a folder for the workers' sockets: {reason}")
+        reason = answer.error if isinstance(answer, FolderMade) else "the fork server exited"
+        raise WorkerStartFailed(f"cannot create a folder for the workers' sockets: {reason}")
 
     def _fork(self, spec: WorkerSpec, on_lost: OnLost) -> LocalWorker:
         start = WorkerStart(spec, str(self.folder), Surroundings.capture(spec.environment))
@@ -281,7 +283,7 @@ def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> N
     for worker in workers:
         if worker.handle.state.is_over:
             name, reason = worker.handle.info.name, worker.handle.exit_reason
-            raise WorkerStartFailed(f"{name} ended before it was ready ({reason}). {_printed(worker)}")
+            raise WorkerStartFailed(f"{name} exited before it was ready ({reason}). {_printed(worker)}")
     late = [worker for worker in workers if worker.handle.state is WorkerState.STARTING]
     if late:
         names = ", ".join(worker.handle.info.name for worker in late)

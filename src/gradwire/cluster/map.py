@@ -29,7 +29,7 @@ _REFRESH_S = 0.2
 
 
 class MapRun(Generic[T]):
-    """One `map` under way. Used by one thread; other threads only put into `_done`."""
+    """A `map` in progress. Used by one thread; other threads only put into `_done`."""
 
     def __init__(
         self, workers: Sequence[Worker], function: Callable[[Any], T], items: Iterable[Any], timeout_s: float | None
@@ -45,7 +45,7 @@ class MapRun(Generic[T]):
         self._deadline = None if timeout_s is None else time.monotonic() + timeout_s
 
     def run(self) -> list[T]:
-        """Run to the end, or to the first error, which cancels what is open."""
+        """Run all items, or until the first error, which cancels the open calls."""
         bar = DelayedBar(getattr(self._function, "__name__", "map"), _columns)
         try:
             self._submit_all_that_fit()
@@ -88,7 +88,7 @@ class MapRun(Generic[T]):
         if left_s <= 0:
             waiting = sorted({worker.name for worker, _ in self._open.values()})
             raise RpcTimeout(
-                f"map was given {self._timeout_s:g} s; {len(self._results)} items are done and {len(self._open)} "
+                f"map timed out after {self._timeout_s:g} s; {len(self._results)} items are done and {len(self._open)} "
                 f"are open on {', '.join(waiting)}"
             )
         return left_s

@@ -1,4 +1,4 @@
-"""Who belongs to a cluster while it runs: the driver says so, and the workers take it from the driver alone.
+"""Membership of a running cluster: the driver announces it, and workers accept it only from the driver.
 
     driver -- cluster.members(addresses, departures) --> every worker     whenever something has changed
            -- cluster.alive() ---------------------->                     now and then, where workers are watched
@@ -40,20 +40,20 @@ _Reason = Annotated[str, Meta(max_length=MAX_REASON_CHARS)]
 
 
 class Departure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """An incarnation that does not belong to the cluster any more, nor any before it."""
+    """An incarnation that no longer belongs to the cluster, and with it all earlier ones."""
 
     name: _Name
     incarnation: _Number
     reason: _Reason
-    is_final: bool  # whether the worker is not a member any more; else it may be started again
+    is_final: bool  # whether the worker is no longer a member; otherwise it may be restarted
 
 
 def follow_driver(agent: Agent, driver: str) -> None:
-    """Let the driver tell this worker who joins and who leaves."""
+    """Register the operation with which the driver announces members that join and leave."""
 
     def check(source: WorkerInfo) -> None:
         if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may say who belongs to this cluster, not {source.name}")
+            raise AuthenticationFailed(f"only {driver} may change the list of workers, not {source.name}")
 
     def on_members(source: WorkerInfo, addresses: list[bytes], departures: list[Departure]) -> InterruptibleFuture[Any]:
         check(source)
@@ -89,7 +89,7 @@ def tell_members(
     timeout_s: float,
     departures: Sequence[Departure] = (),
 ) -> set[str]:
-    """Tell workers, all at once, who belongs to the cluster and who does not any more; return those that confirmed it."""
+    """Announce the members and departures to workers in parallel; return those that confirmed it."""
     args = ([encode_address(address) for address in addresses], [msgspec.to_builtins(item) for item in departures])
     deadline = time.monotonic() + timeout_s
     answers: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
@@ -97,7 +97,7 @@ def tell_members(
     def on_done(name: str, call: PendingCall) -> None:
         answers.put((name, call.error))
 
-    def ask(name: str) -> None:  # in a thread of its own: connecting to a worker that is stopped takes a while
+    def ask(name: str) -> None:  # in a separate thread: connecting to a stopped worker takes long
         try:
             agent.control(name, MEMBERS, args, timeout_s, partial(on_done, name), None)
         except Exception as error:  # it is lost as well, or too busy to be connected to

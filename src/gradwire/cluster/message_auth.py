@@ -1,4 +1,4 @@
-"""Proofs that a message comes from the same run: for channels that others can write to, as torch's store.
+"""Authentication of messages between the ranks of a run, for channels that others can write to, such as torch's store.
 
 A rank shows that it belongs to the run by a secret that all ranks can read from a file, or by a certificate of the
 cluster. What is proven is a *statement*: the message with the run, the round, the rank and the direction it is meant for
@@ -35,7 +35,7 @@ _ANY_WORKER_URI = "urn:gradwire:worker:*"
 class MessageAuth(Protocol):
     """Makes and checks proofs."""
 
-    name: str  # for people, and to tell a rank that was given something else from one with a wrong secret
+    name: str  # for messages, and to distinguish a different kind of proof from a wrong secret
 
     def sign(self, statement: bytes) -> bytes:
         """Return a proof of a statement."""
@@ -44,7 +44,7 @@ class MessageAuth(Protocol):
         """Check a proof.
 
         Raises:
-            AuthenticationFailed: It does not prove the statement; says why, as far as that is known.
+            AuthenticationFailed: The proof is not valid for the statement; the message says why, if that is known.
         """
 
 
@@ -66,9 +66,9 @@ class SharedSecret:
     name = "a shared secret"
 
     def __init__(self, secret: bytes) -> None:
-        # Whoever sees proofs can try secrets at leisure, so a short one is none.
+        # An attacker who sees proofs can try secrets offline, so a short one offers no protection.
         if len(secret) < _SECRET_BYTES:
-            raise ConfigurationError(f"a shared secret has at least {_SECRET_BYTES} bytes, not {len(secret)}")
+            raise ConfigurationError(f"a shared secret must have at least {_SECRET_BYTES} bytes, not {len(secret)}")
         self._secret = secret
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class SharedSecret:
     def verify(self, statement: bytes, proof: bytes) -> None:
         if not hmac.compare_digest(self.sign(statement), proof):
             raise AuthenticationFailed(
-                f"it was signed with another secret, or was changed on the way; give every rank the same {SECRET_FILE}"
+                f"it was signed with another secret, or altered in transit; give every rank the same {SECRET_FILE}"
             )
 
 
@@ -90,7 +90,7 @@ class _Signature(msgspec.Struct, frozen=True, array_like=True):
 
 
 class CertificateAuth:
-    """Proofs by ECDSA with a key whose certificate is good for every worker of the cluster."""
+    """Proofs by ECDSA with a key whose certificate is valid for every worker of the cluster."""
 
     name = "certificates"
 
@@ -110,8 +110,8 @@ class CertificateAuth:
         self._decoder = msgspec.msgpack.Decoder(_Signature)
         if not _is_for_every_worker(x509.load_pem_x509_certificate(self._certificate)):
             raise ConfigurationError(
-                f"{keys.certificate} is for one worker; Cluster.from_env gives out names itself and needs worker.pem, which "
-                "`make_keys(folder)` writes"
+                f"{keys.certificate} is for one worker; Cluster.from_env assigns names itself and needs worker.pem, as "
+                "written by `make_keys(folder)`"
             )
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class CertificateAuth:
             self._check_certificate(certificate)
             key.verify(signature.signature, statement, ec.ECDSA(hashes.SHA256()))
         except InvalidSignature as error:
-            raise AuthenticationFailed("its signature is not valid: the message was changed on the way") from error
+            raise AuthenticationFailed("its signature is not valid: the message was altered in transit") from error
         except (msgspec.MsgspecError, ValueError, UnsupportedAlgorithm) as error:
             raise AuthenticationFailed(f"its proof is not valid: {error}") from error
 
@@ -154,11 +154,13 @@ class CertificateAuth:
             except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
                 continue
         else:
-            raise ValueError("another authority signed its certificate; take all keys from one `make_keys` folder")
+            raise ValueError(
+                "its certificate was signed by another authority; take all keys from one `make_keys` folder"
+            )
         now = datetime.datetime.now(datetime.timezone.utc)
         if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
             raise ValueError(
-                f"its certificate was valid until {certificate.not_valid_after_utc}; run `make_keys` again"
+                f"its certificate is not valid now (it expires at {certificate.not_valid_after_utc}); run `make_keys` again"
             )
         if not _is_for_every_worker(certificate):
             raise ValueError("its certificate is for one worker, not for all (worker.pem)")
@@ -185,7 +187,7 @@ def write_secret(path: str | Path) -> Path:
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as opened:
             opened.write(f"{secrets.token_hex(_SECRET_BYTES)}\n")
     except FileExistsError as error:
-        raise ConfigurationError(f"{file} exists; remove it first, or name another file") from error
+        raise ConfigurationError(f"{file} already exists; remove it first, or choose another file") from error
     except OSError as error:
         raise ConfigurationError(f"cannot write a secret to {file}: {error.strerror}") from error
     return file
@@ -207,11 +209,12 @@ def read_secret(path: str | Path) -> SharedSecret:
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
         raise ConfigurationError(
-            f"{file} ({SECRET_FILE}) must belong to the user who runs this and be closed to others (mode {mode:o}); "
+            f"{file} ({SECRET_FILE}) must belong to the current user and not be accessible to others (mode {mode:o}); run "
             f"`chmod 600 {file}`"
         )
     if len(content) < _SECRET_BYTES:
         raise ConfigurationError(
-            f"{file} ({SECRET_FILE}) holds {len(content)} bytes, a secret needs {_SECRET_BYTES}; `gradwire keys` makes one"
+            f"{file} ({SECRET_FILE}) has {len(content)} bytes, but a secret needs {_SECRET_BYTES}; create one with "
+            "`gradwire keys`"
         )
     return SharedSecret(content)

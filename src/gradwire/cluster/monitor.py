@@ -1,11 +1,11 @@
-"""Keeps the workers of a cluster: starts them, watches them, starts them again, and tells all of them who is there.
+"""Start, watch and restart the workers of a cluster, and announce its membership to all of them.
 
     launcher --on_lost-->  |         | --start, terminate-->  launcher
     heartbeat ---------->  | Monitor | --cluster.members--->  every worker
     Cluster ------------>  |         | --MembershipEvent--->  the program
 
-`gradwire.cluster.supervision` decides what is to be done; this module does it. What takes a while has a thread of its own
-for each worker, so that one that cannot be ended or started does not hold up the others.
+`gradwire.cluster.supervision` decides; this module acts. Slow operations run in a separate thread per worker, so that a
+worker that cannot be stopped or started does not block the others.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 
 _log = logging.getLogger("gradwire")
 _EVENTS_THREAD = "gradwire-driver-events"
-_TELL_S = 1.0  # how long a restart waits until the other workers have confirmed that the old process is gone
+_TELL_S = 1.0  # how long a restart waits until the other workers have confirmed that the old process has ended
 _CONFIRM_S = 5.0  # likewise, when the program adds or removes workers
 _TELL_AGAIN_S = 1.0
 _ANSWER_S = 1.0
@@ -60,15 +60,15 @@ _REMOVED = "it was removed from the cluster"
 
 
 class Member:
-    """One worker of a cluster, through all of its lives.
+    """One worker of a cluster, across restarts.
 
     Attributes:
-        spec: How it is started.
-        handle: Its process; the latest one.
+        spec: How to start it.
+        handle: Its latest process.
         life: The number of that process in `Supervision`.
-        told: The state of the cluster that the process has confirmed, as the monitor counts them.
-        rebuilding: Held while the program rebuilds what the process is to hold.
-        worker: What the program has of it.
+        told: The number of the latest membership state that the process has confirmed.
+        rebuilding: Held while the program rebuilds the state of the process.
+        worker: The handle that the program uses.
     """
 
     def __init__(self, monitor: Monitor, spec: WorkerSpec, handle: WorkerHandle, life: int) -> None:
@@ -93,12 +93,12 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class MembershipEvent:
-    """A change among the workers of a cluster.
+    """A change in the membership of a cluster.
 
     Attributes:
         kind: ``joined``, ``lost``, ``restarted`` or ``left``.
         worker: The worker.
-        reason: Why, for ``lost`` and ``left``.
+        reason: The reason, for ``lost`` and ``left``.
     """
 
     kind: MembershipChange
@@ -107,14 +107,14 @@ class MembershipEvent:
 
 
 class Monitor:
-    """The workers of one cluster, in the driver.
+    """Starts, watches and restarts the workers of a cluster, in the driver.
 
     Args:
-        agent: The driver's own worker.
-        launcher: Starts and ends processes.
-        options: When a worker counts as lost, and what follows.
-        on_restart: Called with a worker that was started again, in a thread of its own, before it counts as restarted.
-        start_timeout_s: How long it may take to start a worker again.
+        agent: The driver's agent.
+        launcher: Starts and stops processes.
+        options: When a worker counts as lost, and whether it is restarted.
+        on_restart: Called with a restarted worker, in its own thread, before it counts as restarted.
+        start_timeout_s: Seconds within which a restarted worker must be ready.
 
     Raises:
         ConfigurationError: The options contradict each other.
@@ -155,7 +155,7 @@ class Monitor:
     def __repr__(self) -> str:
         return f"<Monitor of {len(self._members)} workers, {self._supervision!r}>"
 
-    # -- what is known ---------------------------------------------------------------------------------------------------
+    # -- state -----------------------------------------------------------------------------------------------------------
 
     def members(self) -> list[Member]:
         """Return the members in the order of their ranks."""
@@ -163,7 +163,7 @@ class Monitor:
             return sorted(self._members.values(), key=lambda member: member.spec.info.id)
 
     def phase_of(self, member: Member) -> Phase | None:
-        """Return where a worker is between its lives; None if it was removed, or the cluster is closed."""
+        """Return the phase of a worker; None if it was removed or the cluster is closed."""
         with self._changed:
             is_member = self._members.get(member.name) is member and not self._is_stopped
             return self._supervision.phase(member.name) if is_member else None
@@ -189,13 +189,13 @@ class Monitor:
         with self._changed:
             return self._supervision.num_restarts(member.name)
 
-    # -- what the program does -------------------------------------------------------------------------------------------
+    # -- called by the program -------------------------------------------------------------------------------------------
 
     def start(self, specs: Sequence[WorkerSpec], timeout_s: float) -> list[Member]:
         """Start workers for the first time and make them members.
 
         Raises:
-            WorkerStartFailed: One did not get ready; none of them is left.
+            WorkerStartFailed: One did not become ready; none of them is left running.
         """
         handles = self.launcher.start(specs, self._on_lost, timeout_s)
         with self._changed:
@@ -228,11 +228,11 @@ class Monitor:
         with self._changed:
             self._check_open()
             template = self._template
-            assert template is not None, "the first workers are started with the cluster"
+            assert template is not None, "the cluster has not finished starting its first workers"
             taken = {*self._members, *self._reserved, *self._departures, self.agent.info.name}
             chosen = list(names) if names is not None else _unused_names(role, count, taken)
             if both := {*self._members, *self._reserved}.intersection(chosen):
-                raise ConfigurationError(f"this cluster has a worker called {min(both)} already; give another name")
+                raise ConfigurationError(f"this cluster already has a worker named {min(both)}; choose another name")
             first = self._last_rank + 1
             self._last_rank += count
             self._reserved.update(chosen)
@@ -251,12 +251,12 @@ class Monitor:
                 self._reserved.difference_update(chosen)
 
     def remove(self, member: Member, grace_s: float) -> None:
-        """End a worker for good and take it out of the cluster; it is not started again."""
+        """Stop a worker for good and remove it from the cluster; it is not restarted."""
         self._check_owner()
         with self._changed:
             self._check_open()
             if self._members.get(member.name) is not member:
-                raise UnknownWorker(f"{member.name} is not a worker of this cluster any more")
+                raise UnknownWorker(f"{member.name} is no longer a worker of this cluster")
             del self._members[member.name]
             actions = self._supervision.removed(member.name, _REMOVED)
             self._changed.notify_all()
@@ -270,7 +270,7 @@ class Monitor:
             self.launcher.terminate([member.handle], max(_LEAVE_S, deadline - time.monotonic()) if grace_s else 0.0)
             is_ended = True
         finally:
-            if not is_ended:  # Ctrl-C has ended the wait: it is not a member any more, and must not go on
+            if not is_ended:  # Ctrl-C has interrupted the wait: it is no longer a member and must not keep running
                 self.launcher.terminate([member.handle], 0.0)
             with self._changed:
                 self._depart(member, _REMOVED, is_final=True)
@@ -280,7 +280,7 @@ class Monitor:
             self._tell(_CONFIRM_S)
 
     def wait_for(self, count: int | None, timeout_s: float) -> list[Member]:
-        """Wait until so many workers, or all of them, serve calls; return those that do."""
+        """Wait until `count` workers, or all of them, serve calls; return those that do."""
         self._check_owner()
         deadline = time.monotonic() + timeout_s
         while True:
@@ -320,15 +320,17 @@ class Monitor:
     def _not_enough(self, found: list[Member], wanted: int, timeout_s: float | None) -> RpcError:
         with self._changed:
             others = [name for name, member in self._members.items() if member not in found]
-            text = "".join(f"; {name}: {self._supervision.lost_text(name) or 'it does not answer'}" for name in others)
+            text = "".join(
+                f"; {name}: {self._supervision.lost_text(name) or 'it is not responding'}" for name in others
+            )
         if timeout_s is None:
-            return WorkerLost(f"only {len(found)} of {wanted} workers can still serve{text}", others[0])
+            return WorkerLost(f"only {len(found)} of {wanted} workers can still become ready{text}", others[0])
         return RpcTimeout(
-            f"{len(found)} of {wanted} workers serve after {timeout_s:g} s{text}", ", ".join(others), "run"
+            f"only {len(found)} of {wanted} workers were ready after {timeout_s:g} s{text}", ", ".join(others), "run"
         )
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:
-        """Call back with every event from now on; return a function that ends this."""
+        """Register a callback for membership events; return a function that removes it."""
         self._check_owner()
         with self._changed:
             self._check_open()
@@ -344,7 +346,7 @@ class Monitor:
         return unregister
 
     def stop(self) -> None:
-        """Start and end nothing any more: the cluster is about to end. May be called again."""
+        """Stop starting and stopping workers, because the cluster is about to close. Idempotent."""
         with self._changed:
             self._supervision.closed()
             self._is_stopped = True
@@ -352,7 +354,7 @@ class Monitor:
             self._events.put(None)
 
     def close(self) -> None:
-        """Wait for the threads of this monitor, which end when the launcher and the agent have. May be called again."""
+        """Wait for the threads of this monitor, which end after the launcher and the agent. Idempotent."""
         self.stop()
         deadline = time.monotonic() + _JOIN_S
         for thread in tuple(self._threads):
@@ -363,7 +365,8 @@ class Monitor:
         """Refuse to act in a process that the driver has forked; without the lock, which a thread may have held then."""
         if os.getpid() != self._owner_pid:
             raise NotInitialized(
-                f"this cluster belongs to process {self._owner_pid}, of which this one is a fork; start another cluster here"
+                f"this cluster belongs to process {self._owner_pid}, and this process is a fork of it; start "
+                "another cluster here"
             )
 
     def _check_open(self) -> None:
@@ -373,7 +376,7 @@ class Monitor:
     # -- events in, actions out ------------------------------------------------------------------------------------------
 
     def _feed(self, event: Callable[[float], list[Action]]) -> None:
-        """Take an event and do what follows from it. Never waits for anything outside of this process."""
+        """Handle an event and run the resulting actions. Never waits for anything outside this process."""
         with self._changed:
             actions = event(time.monotonic())
             for action in actions:
@@ -386,7 +389,7 @@ class Monitor:
             self._perform(action)
 
     def _record(self, actions: Iterable[Action], member: Member) -> None:
-        """Note what the program and the workers are to be told; the caller holds the lock."""
+        """Queue the notifications for the program and the workers; the caller holds the lock."""
         for action in actions:
             if isinstance(action, Announce):
                 if action.change == "lost":
@@ -434,7 +437,7 @@ class Monitor:
         return thread
 
     def _on_lost(self, handle: WorkerHandle) -> None:
-        """Take a loss from the launcher, in its thread."""
+        """Handle a loss reported by the launcher, in its thread."""
         with self._changed:
             member = self._members.get(handle.info.name)
             if member is None or member.handle is not handle:
@@ -442,7 +445,7 @@ class Monitor:
             name, life = member.name, member.life
         self._feed(partial(self._supervision.lost, name, life, handle.exit_reason or "it ended"))
 
-    # -- what takes a while ----------------------------------------------------------------------------------------------
+    # -- slow operations, each in its own thread -------------------------------------------------------------------------
 
     def _end_process(self, action: EndProcess) -> None:
         with self._changed:
@@ -451,9 +454,11 @@ class Monitor:
         if handle is not None:
             try:
                 if not self.launcher.terminate([handle], 0.0):
-                    _log.warning("the process of %s cannot be ended; it is refused from now on", action.name)
+                    _log.warning(
+                        "the process of %s cannot be stopped; its connections are refused from now on", action.name
+                    )
             except Exception:
-                _log.exception("ending the process of %s failed", action.name)
+                _log.exception("stopping the process of %s failed", action.name)
         self._feed(partial(self._supervision.process_ended, action.name, action.life))
 
     def _start_process(self, action: StartProcess) -> None:
@@ -468,8 +473,8 @@ class Monitor:
             spec = dataclasses.replace(member.spec, addresses=addresses, after=after)
             (handle,) = self.launcher.start([spec], self._on_lost, self._start_timeout_s)
         except Exception as error:  # most of all WorkerStartFailed
-            _log.warning("worker %s could not be started again: %s", name, error)
-            reason = f"it could not be started again: {error}"
+            _log.warning("worker %s could not be restarted: %s", name, error)
+            reason = f"it could not be restarted: {error}"
             self._feed(partial(self._supervision.start_failed, name, life, reason))
             return
         with self._changed:
@@ -514,7 +519,7 @@ class Monitor:
         return max(departure.incarnation if departure else 0, member.incarnation if member else 0)
 
     def _tell(self, timeout_s: float) -> None:
-        """Tell the workers who is there, those that have not confirmed it; wait for them, but not for long."""
+        """Announce the membership to workers that have not confirmed it, and wait briefly for them."""
         with self._changed:
             version, addresses, departures = self._version, self._addresses(), list(self._departures.values())
             lives = {
@@ -578,7 +583,7 @@ class Monitor:
                 try:
                     callback(event)
                 except Exception:
-                    _log.exception("a callback of on_membership failed with %r", event)
+                    _log.exception("an on_membership callback raised %r", event)
 
 
 def _unused_names(role: str, count: int, taken: Container[str]) -> list[str]:

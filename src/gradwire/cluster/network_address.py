@@ -1,4 +1,4 @@
-"""Addresses of this machine: the one of a network interface, and the one on the way to another machine."""
+"""Addresses of this machine: by network interface, or by the route to another machine."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def address_of_interface(name: str) -> str:
     """Return the address of a network interface (``eth0``, ``ib0``), the IPv4 one if it has both.
 
     Raises:
-        ConfigurationError: There is no such interface here, or it has no address.
+        ConfigurationError: The interface does not exist or has no address.
     """
     raw = name.encode()
     if len(raw) <= _MAX_INTERFACE_BYTES and b"\0" not in raw:
@@ -34,15 +34,16 @@ def address_of_interface(name: str) -> str:
                 return str(ipaddress.IPv6Address(bytes.fromhex(digits)))
     known = ", ".join(interface for _, interface in socket.if_nameindex())
     raise ConfigurationError(
-        f"network interface {name!r} has no address on {socket.gethostname()}, which has: {known}; name another, or none"
+        f"network interface {name!r} has no address on {socket.gethostname()}, which has: {known}; choose one of "
+        "these, or leave interface out"
     )
 
 
 def address_towards(host: str) -> str:
-    """Return this machine's address on the way to another one, which is where that one reaches this machine.
+    """Return this machine's address on the route to another one, which can reach it there.
 
     Raises:
-        ConfigurationError: There is no way to it.
+        ConfigurationError: There is no route to it.
     """
     try:
         family, kind, protocol, _, to = socket.getaddrinfo(host, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
@@ -51,6 +52,6 @@ def address_towards(host: str) -> str:
             return str(sock.getsockname()[0])
     except OSError as error:
         raise ConfigurationError(
-            f"{socket.gethostname()} has no route to the driver at {host}: {error}; name a network interface that all "
-            "machines have with interface="
+            f"{socket.gethostname()} has no route to the driver at {host}: {error}; pass interface= with a network "
+            "interface that all machines have"
         ) from error

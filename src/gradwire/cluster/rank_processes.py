@@ -29,8 +29,8 @@ from gradwire.cluster.status import describe_exit
 
 _LOOPBACK = "127.0.0.1"
 _READ_BYTES = 1 << 16
-_LAST_READS = 16  # a pipe holds 64 KiB; what a detached process goes on writing is not waited for
-_OTHER_LAUNCHERS = ("TORCHELASTIC_",)  # variables that would tell a rank of a world outside of this one
+_LAST_READS = 16  # a pipe holds 64 KiB; further output of a detached process is not waited for
+_OTHER_LAUNCHERS = ("TORCHELASTIC_",)  # variables that describe a world outside this one
 
 
 class SignalRanks(NamedTuple):
@@ -41,7 +41,7 @@ class SignalRanks(NamedTuple):
 
 
 class Say(NamedTuple):
-    """Tell the user."""
+    """Print a line for the user."""
 
     text: str
 
@@ -50,7 +50,7 @@ Action = SignalRanks | Say
 
 
 class RunState:
-    """Decides when ranks are ended, and with which code the command ends. No processes and no clock of its own."""
+    """Decides when to stop the ranks and which exit code to use. No processes and no clock."""
 
     def __init__(self, num_ranks: int, grace_s: float) -> None:
         self._grace_s = grace_s
@@ -63,7 +63,7 @@ class RunState:
         return not self._running
 
     def on_exited(self, rank: int, status: int, now: float) -> list[Action]:
-        """Note the end of a rank; `status` is what `os.waitpid` gives."""
+        """Handle the exit of a rank; `status` is that of `os.waitpid`."""
         self._running.discard(rank)
         code = os.waitstatus_to_exitcode(status)
         if code == 0 or self.exit_code is not None:
@@ -72,10 +72,10 @@ class RunState:
         text = f"rank {rank} {'was ' if code < 0 else ''}{describe_exit(status)}"
         if not self._running:
             return [Say(text)]
-        return [Say(f"{text}; ending {self._others()}"), *self._end(signal.SIGTERM, now)]
+        return [Say(f"{text}; stopping {self._others()}"), *self._end(signal.SIGTERM, now)]
 
     def on_signal(self, signum: int, now: float) -> list[Action]:
-        """Pass a signal on; a second one, or one while the ranks are being ended, kills them."""
+        """Forward a signal; a second one, or one while the ranks are being stopped, kills them."""
         if self.exit_code is None:
             self.exit_code = 128 + signum
         if self.deadline is not None:
@@ -85,7 +85,7 @@ class RunState:
     def on_time(self, now: float) -> list[Action]:
         if self.deadline is None or now < self.deadline or not self._running:
             return []
-        return [Say(f"killing {self._others()}: still there after {self._grace_s:g} s"), *self._kill()]
+        return [Say(f"killing {self._others()}: still running after {self._grace_s:g} s"), *self._kill()]
 
     def _end(self, signum: int, now: float) -> list[Action]:
         self.deadline = now + self._grace_s
@@ -103,14 +103,14 @@ class RunState:
 def make_environment(
     rank: int, num_ranks: int, run_id: str, port: int, num_threads: int, inherited: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the environment of one rank: what `init_rpc`, torch and `Cluster.from_env` look at.
+    """Return the environment of one rank, as read by `init_rpc`, torch and `Cluster.from_env`.
 
     Args:
-        rank: Of the process.
-        num_ranks: Of the run.
-        run_id: Tells this run from others.
-        port: Of loopback, where rank 0 may serve a meeting point.
-        num_threads: Threads of one torch operation, where the user has not decided.
+        rank: Rank of the process.
+        num_ranks: Number of ranks.
+        run_id: Identifies this run.
+        port: Loopback port on which rank 0 may serve a meeting point.
+        num_threads: Threads per torch operation, unless the user has set it.
         inherited: The environment of the command.
     """
     kept = {name: value for name, value in inherited.items() if not name.startswith(_OTHER_LAUNCHERS)}
@@ -127,12 +127,13 @@ def make_environment(
         "GRADWIRE_RANK": str(rank),
         "GRADWIRE_WORLD_SIZE": str(num_ranks),
         "GRADWIRE_RUN_ID": run_id,
+        "GRADWIRE_LAUNCHER": "gradwire run",
     }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What `gradwire run` was asked for."""
+    """Options of `gradwire run`."""
 
     command: Sequence[str]  # the program of every rank, with its arguments
     num_ranks: int
@@ -141,7 +142,7 @@ class RunOptions:
 
 
 def run_ranks(options: RunOptions, say: Callable[[str], None]) -> int:
-    """Run a program in several processes until all have ended, and return the exit code of the command.
+    """Run a program in several processes until all have exited, and return the exit code of the command.
 
     Args:
         options: What to run.
@@ -199,7 +200,7 @@ class RankProcesses:
 
     @contextlib.contextmanager
     def _watching_signals(self) -> Iterator[None]:
-        """Have signals arrive as bytes in a socket that the selector watches. The process ends after that."""
+        """Deliver signals as bytes to a socket that the selector watches. The process exits after that."""
         arriving, wakeup = socket.socketpair()
         for end in (arriving, wakeup):
             end.setblocking(False)
@@ -245,7 +246,7 @@ class RankProcesses:
             self._close_output(rank, stream, pipe)
 
     def _on_output(self, rank: int, stream: Stream, pipe: IO[bytes]) -> bool:
-        """Pass on what a rank has printed; return False if there is no more for now."""
+        """Forward the output of a rank; return False if there is no more for now."""
         if pipe.closed:
             return False  # by an event before this one
         try:
@@ -274,7 +275,7 @@ class RankProcesses:
                     os.kill(self._processes[rank].pid, action.signum)
 
     def _time_left(self) -> float | None:
-        """Return the seconds until something is to be done without an event, or None for no limit."""
+        """Return the seconds until the next timed action, or None."""
         times = [output.refresh_at for output in self._outputs if output.refresh_at is not None]
         if self._state.deadline not in (None, float("inf")):
             times.append(self._state.deadline)
@@ -286,7 +287,7 @@ class RankProcesses:
             output.refresh(now)
 
     def _end_all(self) -> None:
-        """End what is left when something unexpected has ended `run`."""
+        """Kill the remaining processes if `run` failed unexpectedly."""
         for process in self._processes.values():
             _kill_group(process.pid)
             process.wait()
@@ -301,7 +302,7 @@ def _pipes_of(process: subprocess.Popen[bytes]) -> list[tuple[Stream, IO[bytes]]
 
 
 class _Guard:
-    """A process that waits for the end of this one, and then ends what the ranks have started.
+    """A process that waits for this one to exit, and then kills the processes started by the ranks.
 
     The kernel kills the ranks themselves, but not the processes that these have started.
     """
@@ -319,7 +320,7 @@ class _Guard:
         self._tell(f"+{pid}\n")
 
     def forget(self, pid: int) -> None:
-        """Tell the guard that the number of this rank may mean another process from now on."""
+        """Tell the guard that the process id of this rank may be reused from now on."""
         self._tell(f"-{pid}\n")
 
     def _tell(self, text: str) -> None:
@@ -337,7 +338,7 @@ def _guard_until_end(reader: int) -> None:
         signal.signal(signum, signal.SIG_IGN)
     silent = os.open(os.devnull, os.O_RDWR)
     for fd in range(3):
-        os.dup2(silent, fd)  # whoever reads our output must not wait for the guard
+        os.dup2(silent, fd)  # the reader of our output must not wait for the guard
     watched: set[int] = set()
     with open(reader, encoding="ascii") as lines:  # no deadline: this wait is the purpose of the process
         for line in lines:
@@ -361,7 +362,7 @@ def _note_signal(signum: int, frame: FrameType | None) -> None:
 
 @contextlib.contextmanager
 def reserve_port() -> Iterator[int]:
-    """Keep a free port of loopback from being given to other programs, while a rank may still listen on it.
+    """Reserve a free loopback port, on which a rank can still listen.
 
     Both ends ask for SO_REUSEADDR, as servers do, and this one never listens.
     """

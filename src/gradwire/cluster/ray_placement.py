@@ -1,4 +1,4 @@
-"""Where the workers of a cluster fit on the nodes of a Ray cluster. All ask for the same, so that this can be counted."""
+"""Count how many workers, which all need the same resources, fit on the nodes of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 Strategy = Literal["SPREAD", "PACK", "STRICT_SPREAD", "STRICT_PACK"]
-"""How Ray chooses nodes for the workers; the strict ones fail where the others do the best they can."""
+"""How Ray chooses nodes for the workers; the strict strategies fail where the others are best-effort."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node of a Ray cluster: what it has, and what is free now."""
+    """A node of a Ray cluster with its total and free resources."""
 
     node_id: str
     address: str
@@ -31,12 +31,12 @@ def count_room(nodes: Iterable[Mapping[str, float]], bundle: Mapping[str, float]
 
 
 def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy, nodes: Sequence[Node]) -> str:
-    """Return why so many bundles do not fit, node by node."""
+    """Explain, node by node, why the bundles do not fit."""
     now = count_room([node.free for node in nodes], bundle, strategy)
     ever = count_room([node.total for node in nodes], bundle, strategy)
     lines = [
         f"Ray cannot place {count} bundle{'s' if count > 1 else ''} of {format_amounts(bundle)} by {strategy}: "
-        f"there is room for {now} now, and for {ever} if nothing else ran."
+        f"there is room for {now} now, and for {ever} on an idle cluster."
     ]
     for node in nodes:
         have = ", ".join(
@@ -47,7 +47,7 @@ def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy,
         lines.append(f"  node {node.address} ({node.node_id[:8]}): {have}{never}")
     if not nodes:
         lines.append("  no node is alive")
-    lines.append("Free some of it, add nodes, or ask for less with n, resources or strategy.")
+    lines.append("Free resources, add nodes, or request less with n, resources or strategy.")
     return "\n".join(lines)
 
 

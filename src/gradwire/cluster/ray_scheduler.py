@@ -38,7 +38,7 @@ _CLIENT = "ray://"
 _RAY_PORTS = range(10_002, 20_000)  # where Ray's own workers listen
 _OBJECT_STORE_BYTES = 80 << 20  # the least that Ray takes: gradwire keeps nothing there
 _CONCURRENCY = 4  # `serve` lasts as long as the worker, `handle` while it starts; the rest is for a second `serve`
-_SLICE_S = 0.1  # how long a wait goes on before it looks for Ctrl-C
+_SLICE_S = 0.1  # how long a wait lasts before it checks for Ctrl-C
 _POLL_S = 0.05
 _REARM_S = 1.0
 _JOIN_S = 5.0
@@ -48,7 +48,7 @@ _MAX_REASON_CHARS = 400
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayOptions:
-    """The options of `gradwire.Cluster.ray` that are about Ray, checked when they are made; see there."""
+    """The Ray options of `gradwire.Cluster.ray`, checked when they are created."""
 
     resources: Mapping[str, float] = field(default_factory=lambda: {"CPU": 1})
     strategy: Strategy = "SPREAD"
@@ -60,7 +60,7 @@ class RayOptions:
     def __post_init__(self) -> None:
         if not self.resources or not all(_is_amount(amount) for amount in self.resources.values()):
             raise ConfigurationError(
-                f'resources must say what each worker needs, as {{"CPU": 2, "GPU": 1}}, not {self.resources!r}'
+                f'resources must give the needs of each worker, such as {{"CPU": 2, "GPU": 1}}, not {self.resources!r}'
             )
         if self.strategy not in get_args(Strategy):
             raise ConfigurationError(f"strategy must be one of {', '.join(get_args(Strategy))}, not {self.strategy!r}")
@@ -71,7 +71,7 @@ class RayOptions:
 
     @property
     def target(self) -> str:
-        """The cluster to join, or ``"local"`` for one that is started here."""
+        """The cluster to join, or ``"local"`` for one started on this machine."""
         return self.address or os.environ.get("RAY_ADDRESS") or _STARTS_RAY
 
     @property
@@ -111,8 +111,8 @@ def _check_ports(ports: object) -> None:
 
 def _no_client(what: str) -> str:
     return (
-        f"{what} Ray Client, a proxy: the driver is not on the network of the cluster, and workers could not connect to it. "
-        "Run the program on a node of the cluster, with `ray job submit -- python <program>` or there by hand, and with "
+        f"{what} Ray Client, a proxy: the driver is not on the cluster's network, so workers could not connect to it. "
+        "Run the program on a node of the cluster, with `ray job submit -- python <program>` or directly, and pass "
         'address="auto"'
     )
 
@@ -123,7 +123,7 @@ def _no_client(what: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ActorState:
-    """What an actor says about itself when it runs."""
+    """State that a running actor reports about itself."""
 
     pid: int
     requires_token: bool  # whether its node's Ray wants one
@@ -147,7 +147,7 @@ class GradwireWorker:
         return self._worker.handle(message)
 
     def serve(self) -> str | None:
-        """Return when the driver lets the worker go, or with a reason when the driver is lost.
+        """Return when the driver releases the worker, or with a reason when the driver is lost.
 
         The call lasts as long as the worker, so that Ray reports the end of the process as the end of the call. It may be
         made again, after Ray has lost sight of the first one.
@@ -192,12 +192,12 @@ class RayProcess(RemoteProcess):
         """Wait for a call of the actor.
 
         Raises:
-            WorkerStartFailed: The actor is gone, or the call failed.
+            WorkerStartFailed: The actor has died, or the call failed.
             TimeoutError: The deadline has passed.
         """
         while not _wait_any([ref], deadline):
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.place} has not answered in time")
+                raise TimeoutError(f"{self.place} did not respond in time")
         try:
             return ray.get(ref)
         except RayError as error:
@@ -216,7 +216,7 @@ class RayProcess(RemoteProcess):
         return self.group == other.group and self.bundle_index == other.bundle_index
 
     def on_service_ended(self) -> bool:
-        """Note how the worker ended; return False if it may come back, and has to be watched anew."""
+        """Record how the worker ended; return False if it may come back and must be watched again."""
         try:
             lost = ray.get(self.service)
             self._end = "left" if lost is None else f"ended because {lost}"
@@ -250,9 +250,11 @@ def why_failed(error: RayError) -> str:
     text = _COLOUR.sub("", str(error))
     if isinstance(error, ActorDiedError) and (found := _WHY_DEAD.search(text)):
         reason = " ".join(_NOISE.sub("", found[1]).split())[:_MAX_REASON_CHARS]
-        return f"its node is taken away (preempted): {reason}" if error.preempted else reason
+        return f"its node was preempted: {reason}" if error.preempted else reason
     if isinstance(error, RayActorError) and "No module named 'gradwire" in text:
-        return f'gradwire is not installed there; install it, or pass runtime_env={{"pip": ["gradwire"]}}.\n{text}'
+        return (
+            f'gradwire is not installed on that node; install it, or pass runtime_env={{"pip": ["gradwire"]}}.\n{text}'
+        )
     return text
 
 
@@ -353,8 +355,8 @@ class RayScheduler(Scheduler):
         has, wants = ray.get_runtime_context().gcs_address, self._options.address
         if wants not in (None, "auto", _STARTS_RAY, has):
             raise ConfigurationError(
-                f"this process is connected to the Ray cluster at {has} already, not {wants}: leave address out to use that "
-                "one, or call ray.shutdown() first"
+                f"this process is already connected to the Ray cluster at {has}, not {wants}: leave address out to use it, "
+                "or call ray.shutdown() first"
             )
 
     def _init(self) -> None:
@@ -390,8 +392,8 @@ class RayScheduler(Scheduler):
             return
         raise ConfigurationError(
             f"this Ray cluster has nodes on other machines ({', '.join(elsewhere[:3])}) and no token authentication: "
-            "anyone who can reach its ports can run programs there as you. Start it with RAY_AUTH_MODE=token on every node "
-            "(`ray get-auth-token --generate` makes a token), or accept that with allow_unauthenticated=True"
+            "anyone who can reach its ports can run programs as you. Start it with RAY_AUTH_MODE=token on every node "
+            "(`ray get-auth-token --generate` creates a token), or accept this with allow_unauthenticated=True"
         )
 
     @contextlib.contextmanager
@@ -417,12 +419,12 @@ class RayScheduler(Scheduler):
                 _remove(group)
 
     def _check_open(self) -> None:
-        """Refuse to ask Ray for more once this is closed, where a call would start a Ray of its own; with the lock held."""
+        """Raise if this is closed, because a call would then start a new Ray; the caller holds the lock."""
         if self._is_closed:
             raise WorkerStartFailed("no actor was started: the cluster is closed")
 
     def _wait_placed(self, group: Any, indices: Sequence[int], deadline: float) -> None:
-        """Wait until bundles have a node that is alive; Ray itself says nothing about those that never will."""
+        """Wait until the bundles are placed on live nodes; Ray does not report bundles that can never be placed."""
         is_final = not self._can_grow()
         while not self._are_placed(group, indices):
             with self._lock:
@@ -499,7 +501,7 @@ class RayScheduler(Scheduler):
                 late = ", ".join(process.place for process in waiting.values())
                 raise WorkerStartFailed(
                     f"Ray has not started the process in time: {late}. If it installs a runtime_env, raise start_timeout_s; "
-                    "`ray list actors` and `ray status` show what Ray waits for"
+                    "`ray list actors` and `ray status` show what Ray is waiting for"
                 )
 
     def _watch(self, processes: Sequence[RayProcess]) -> None:
@@ -513,7 +515,7 @@ class RayScheduler(Scheduler):
                 self._watcher.start()
 
     def _run_watcher(self) -> None:
-        """Learn from Ray which workers have ended. The thread ends with the scheduler."""
+        """Watch for workers that have ended according to Ray. The thread ends with the scheduler."""
         blind: dict[RayProcess, float] = {}  # those that Ray cannot reach now, and when to try again
         while not self._stop.is_set():
             with self._lock:
@@ -534,9 +536,9 @@ class RayScheduler(Scheduler):
 
 
 def _check_same_mode(failure: WorkerStartFailed) -> None:
-    """Say so if an actor cannot start because the driver asks for a token and the cluster has none to show."""
+    """Report if an actor cannot start because the driver uses a token and the cluster does not."""
 
-    def requires_token() -> bool:  # inside of this function, so that its code travels and no node needs gradwire for it
+    def requires_token() -> bool:  # nested, so that its code is sent by value and no node needs gradwire for it
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
         return bool(is_token_auth_enabled())
@@ -547,8 +549,8 @@ def _check_same_mode(failure: WorkerStartFailed) -> None:
         answer = ray.remote(num_cpus=0, max_retries=0)(requires_token).remote()
         if not ray.get(answer, timeout=_MODE_S):
             raise ConfigurationError(
-                "this process has RAY_AUTH_MODE=token, and this Ray cluster has no token authentication, so that it cannot "
-                "tell the process about actors. Start the cluster with RAY_AUTH_MODE=token on every node (`ray "
+                "this process has RAY_AUTH_MODE=token, but the Ray cluster has no token authentication, so it cannot "
+                "report actors to this process. Start the cluster with RAY_AUTH_MODE=token on every node (`ray "
                 "get-auth-token --generate` makes a token)"
             ) from failure
 
@@ -568,6 +570,6 @@ def _nodes() -> list[Node]:
 
 
 def _own_address() -> str:
-    """Return the address that Ray has for this machine: what `ray start` was told, where it was."""
+    """Return Ray's address for this machine: the one given to `ray start`, if any."""
     own = ray.get_runtime_context().get_node_id()
     return next((node.address for node in _nodes() if node.node_id == own), ray.util.get_node_ip_address())

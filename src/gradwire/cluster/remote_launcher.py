@@ -2,9 +2,9 @@
 
     launch -> who are you? -> name and certificate -> listen -> driver connects -> do all machines reach each other?
 
-`gradwire.cluster.enrolment` has the messages until a worker listens; they go over the scheduler's channel. From then on the
-driver's own connections carry everything, and tell of a worker's end, too. The scheduler is asked for the words
-(``killed by SIGKILL``), and to end what does not end by itself.
+`gradwire.cluster.enrolment` defines the messages until a worker listens; they go over the scheduler's channel. From then on,
+the driver's own connections carry everything, and their end reveals the end of a worker. The scheduler provides the reason
+(``killed by SIGKILL``) and stops processes that do not exit by themselves.
 """
 
 from __future__ import annotations
@@ -91,14 +91,14 @@ def start_remote(
 
     Raises:
         ConfigurationError: This process cannot be a driver, or an address cannot be used.
-        WorkerStartFailed: A worker did not get ready; the message says where, and what it printed where that is known.
+        WorkerStartFailed: A worker did not become ready; the message includes its place and, if known, its output.
     """
     deadline = time.monotonic() + options.start_timeout_s
     with _interrupts.installed(), contextlib.ExitStack() as resources:
         resources.callback(scheduler.close)
         check_no_other()
         last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
-        # With the cryptography library, which takes a while to import.
+        # Imports the cryptography library, which is slow.
         from gradwire.transports.certificates import Authority, ProcessKey
 
         *infos, driver = options.infos()
@@ -124,7 +124,7 @@ def start_remote(
 
 
 class _Member:
-    """A worker, the process it runs in, and what is known about their end."""
+    """A worker, its process, and how they ended."""
 
     def __init__(self, spec: WorkerSpec, process: RemoteProcess, introduction: Introduction, on_lost: OnLost) -> None:
         self.spec = spec
@@ -211,7 +211,7 @@ class RemoteLauncher(Launcher):
         timeout_s: float,
         undo: contextlib.ExitStack,
     ) -> list[_Member]:
-        """Start processes, ask them who they are, and decide which of them becomes which worker."""
+        """Start processes, collect their introductions, and assign a worker to each."""
         with self._changed:
             earlier = {spec.info.name: self._members.get(spec.info.name) for spec in specs}
         again = [spec for spec in specs if earlier[spec.info.name] is not None]
@@ -244,7 +244,7 @@ class RemoteLauncher(Launcher):
             if self._is_closed:
                 raise WorkerStartFailed("no worker was started: the cluster is closed")
         if len(processes) != count:
-            raise WorkerStartFailed(f"the scheduler started {len(processes)} processes instead of {count}")
+            raise WorkerStartFailed(f"the scheduler started {len(processes)} processes, expected {count}")
         return processes
 
     def _ask_introduction(self, process: RemoteProcess, deadline: float, timeout_s: float) -> Introduction:
@@ -278,7 +278,7 @@ class RemoteLauncher(Launcher):
             certificate = self._authority.sign(request, uri_of_worker(name))
             sealed = seal(enrolment.encode(settings), request, name.encode())
         except AuthenticationFailed as error:
-            raise WorkerStartFailed(f"{member} cannot be given a certificate: {error}") from error
+            raise WorkerStartFailed(f"cannot issue a certificate to {member}: {error}") from error
         message = enrolment.encode(
             Assign(
                 name=name,
@@ -292,7 +292,9 @@ class RemoteLauncher(Launcher):
         )
         answer = _exchange(member.process, str(member), message, Ready, self._agent.config, deadline, timeout_s)
         if answer.address.info != spec.info:
-            raise WorkerStartFailed(f"{member} answered as {answer.address.info}: its process runs another program")
+            raise WorkerStartFailed(
+                f"{member} replied as {answer.address.info}: its process is running another program"
+            )
         member.handle.address = answer.address
 
     def _take_in(self, members: Sequence[_Member], undo: contextlib.ExitStack) -> None:
@@ -330,7 +332,7 @@ class RemoteLauncher(Launcher):
             ) from error
 
     def _check_reach(self, members: Sequence[_Member], deadline: float) -> None:
-        """Have one worker of each machine connect to one of each other machine, in both directions."""
+        """Check that one worker of each machine can connect to one of each other machine, in both directions."""
         workers = {item.address.host: item for item in (*reversed(self._running()), *reversed(members))}
         hosts = {host: item.address for host, item in workers.items()}
         hosts[self._agent.address.host] = self._agent.address  # the driver stands for its machine
@@ -348,7 +350,8 @@ class RemoteLauncher(Launcher):
                 failures = future.wait()
             except RpcError as error:
                 raise WorkerStartFailed(
-                    f"{_where(item.address)} on {item.introduction.host} did not say whether it reaches the other machines: "
+                    f"{_where(item.address)} on {item.introduction.host} did not report whether it can reach the "
+                    "other machines: "
                     f"{error}; {_REACH_HINT}"
                 ) from error
             for name, reason in failures.items():
@@ -359,19 +362,19 @@ class RemoteLauncher(Launcher):
                 )
 
     def _explain(self, members: Sequence[_Member], error: GradwireError) -> None:
-        """Raise what the scheduler knows about a process that has ended, which says more than a lost connection."""
+        """Raise the scheduler's reason if a process has exited, which is more precise than a lost connection."""
         for member in members:
             reason = member.process.end_reason()
             if reason is not None:
-                raise WorkerStartFailed(f"{member} ended before it was ready: {reason}") from error
+                raise WorkerStartFailed(f"{member} exited before it was ready: {reason}") from error
 
     def _raise_if_ended(self, members: Sequence[_Member]) -> None:
         for member in members:
             if member.handle.state.is_over:
-                raise WorkerStartFailed(f"{member} ended before it was ready: {member.handle.exit_reason}")
+                raise WorkerStartFailed(f"{member} exited before it was ready: {member.handle.exit_reason}")
 
     def _each(self, items: Sequence[_T], deadline: float, function: Callable[[_T], _R]) -> list[_R]:
-        """Call a function for each item, many at once; return the results in order, or raise the first error at once.
+        """Call a function for each item in parallel; return the results in order, or raise the first error at once.
 
         The function keeps the deadline. After an error the other calls end there, or when their process is killed.
         """
@@ -406,7 +409,7 @@ class RemoteLauncher(Launcher):
             raise errors[0]
         if len(results) < len(items):
             late = ", ".join(getattr(item, "place", str(item)) for i, item in enumerate(items) if i not in results)
-            raise WorkerStartFailed(f"the scheduler did not answer by the deadline for {late}; look at its logs")
+            raise WorkerStartFailed(f"the scheduler did not respond in time for {late}; check its logs")
         return [results[index] for index in range(len(items))]
 
     # Watching
@@ -417,7 +420,7 @@ class RemoteLauncher(Launcher):
         return sorted(found, key=lambda item: item.spec.info.id)
 
     def _on_connection_lost(self, address: WorkerAddress, reason: str) -> None:
-        """Note that a worker's connection ended, as the driver's agent tells."""
+        """Record that a worker's connection ended, as reported by the driver's agent."""
         with self._changed:
             member = self._members.get(address.info.name)
             known = member.handle.address if member is not None else None
@@ -442,7 +445,7 @@ class RemoteLauncher(Launcher):
                 member.cut_at = None
 
     def _reach_again(self, member: _Member, deadline: float) -> None:
-        """Try to connect to a worker again; `_on_connected` tells of success."""
+        """Try to reconnect to a worker; `_on_connected` is called on success."""
         while member.cut_at is not None and time.monotonic() < deadline and not member.handle.state.is_over:
             with contextlib.suppress(GradwireError, OSError):
                 self._agent.peers.peer(member.spec.info.name).lane("control", deadline)
@@ -473,7 +476,7 @@ class RemoteLauncher(Launcher):
                     _log.exception("the loss of %s could not be handled", member)
 
     def _end_of(self, member: _Member) -> str | None:
-        """Return how a worker ended; None as long as it has not."""
+        """Return how a worker ended; None if it has not."""
         reason = member.process.end_reason()
         if reason is not None:
             return reason
@@ -494,7 +497,7 @@ class RemoteLauncher(Launcher):
     # Ending
 
     def terminate(self, handles: Sequence[WorkerHandle], grace_s: float) -> bool:
-        """Ask workers to leave, and have the scheduler end the processes of those that do not within `grace_s`."""
+        """Ask workers to shut down, and have the scheduler kill those that are still running after `grace_s`."""
         with self._changed:
             members = [item for item in self._members.values() if item.handle in handles]
             for member in members:
@@ -514,7 +517,7 @@ class RemoteLauncher(Launcher):
         with self._changed:
             is_over = _interrupts.wait_for(self._changed, are_over, _KILL_S)
             for member in members:
-                member.handle.on_exited("its process was to be killed, and the scheduler has not confirmed it")
+                member.handle.on_exited("the scheduler has not confirmed that its process was killed")
             self._changed.notify_all()
         return is_over
 
@@ -537,7 +540,7 @@ class RemoteLauncher(Launcher):
 
 
 _REACH_HINT = (
-    "open the firewall between the machines, or name another network (interface=) or other ports (port_range=)"
+    "open the firewall between the machines, or choose another network (interface=) or other ports (port_range=)"
 )
 
 
@@ -550,23 +553,24 @@ def _exchange(
     deadline: float,
     timeout_s: float,
 ) -> _R:
-    """Send a message over the scheduler's channel; return the answer, or raise what went wrong with the process's name."""
+    """Send a message over the scheduler's channel and return the reply; errors name the process."""
     try:
         answer = enrolment.decode_answer(process.exchange(message, deadline), kind, config)
     except WorkerStartFailed as error:
-        raise WorkerStartFailed(f"{who} ended before it was ready: {error}") from error
+        raise WorkerStartFailed(f"{who} exited before it was ready: {error}") from error
     except TimeoutError as error:
         detail = f" {error}" if str(error) else ""
         raise WorkerStartFailed(
-            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s, or look at what its process does.{detail}"
+            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s, or check what its process is "
+            f"doing.{detail}"
         ) from error
     except GradwireError as error:
         raise WorkerStartFailed(
-            f"the answer of {who} cannot be read: {error}; install the same gradwire on all machines"
+            f"cannot read the reply of {who}: {error}; install the same version of gradwire on all machines"
         ) from error
     except Exception as error:
         raise WorkerStartFailed(
-            f"the scheduler cannot pass messages to {who}: {type(error).__name__}: {error}"
+            f"the scheduler cannot deliver messages to {who}: {type(error).__name__}: {error}"
         ) from error
     if isinstance(answer, Failed):
         raise WorkerStartFailed(f"{who} could not start:\n{answer.text}")
@@ -577,7 +581,7 @@ def _kill(process: RemoteProcess) -> None:
     try:
         process.kill()
     except Exception:
-        _log.exception("the process of %s could not be ended", process.place)
+        _log.exception("the process of %s could not be stopped", process.place)
 
 
 def _tcp_uri(address: WorkerAddress) -> str:

@@ -1,7 +1,7 @@
 """A worker in a process that a scheduler started.
 
-It runs inside of that process, beside what the scheduler has in it: it forks nothing, installs no signal handler, and need
-not be in the main thread. The scheduler's program passes messages to `RemoteWorker.handle`, one thread of it waits in
+It runs inside that process, alongside the scheduler's own code: it does not fork, installs no signal handler, and need not
+be in the main thread. The scheduler's program passes messages to `RemoteWorker.handle`, one thread of it waits in
 `RemoteWorker.serve`; `gradwire.cluster.enrolment` has the messages. From `Ready` on the driver speaks to the worker over
 gradwire's own connections:
 
@@ -10,7 +10,7 @@ gradwire's own connections:
             -- cluster.leave   -->            that it may go
             <-- cluster.output --             what it prints
 
-A worker whose driver is lost ends, for it has lost what it was started for.
+A worker whose driver is lost exits.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class RemoteWorker:
     """The worker's side of `gradwire.cluster.remote_launcher`.
 
     Args:
-        address: Where the other machines reach this one; the address on the way to the driver if not given.
-        local_index: Counts the processes of this machine; ranks follow it.
-        host: Name of this machine, for people.
-        assign_timeout_s: How long to wait for the driver's decision.
-        shares_output: Whether what this process prints goes to the driver's own output without being sent there.
+        address: Address of this machine for other machines; the one on the route to the driver if not given.
+        local_index: Number of this process on its machine; ranks follow it.
+        host: Name of this machine, for messages.
+        assign_timeout_s: How long to wait for the driver's assignment.
+        shares_output: Whether the output of this process already goes to the driver's own output.
     """
 
     def __init__(
@@ -91,7 +91,9 @@ class RemoteWorker:
         self._had_faulthandler = False
         self._changed = threading.Condition()  # guards the four below
         self._deadline: float | None = time.monotonic() + assign_timeout_s  # for the driver; None while it is connected
-        self._lost_reason: str | None = "the driver did not give this process a name in time"  # when that has passed
+        self._lost_reason: str | None = (
+            "the driver did not assign a name to this process in time"  # when that has passed
+        )
         self._is_over = False
         self._had_driver = False
 
@@ -105,11 +107,11 @@ class RemoteWorker:
 
     @property
     def has_driver(self) -> bool:
-        """Whether the driver has ever connected; before, only the scheduler's channel can say that it gave up."""
+        """Whether the driver has ever connected; until then, it can abort only over the scheduler's channel."""
         return self._had_driver
 
     def handle(self, message: bytes) -> bytes:
-        """Return the answer to a message of the driver; a failure is an answer, too."""
+        """Return the reply to a message from the driver; failures are returned as replies as well."""
         with self._lock:
             try:
                 question = enrolment.decode_question(message)
@@ -124,10 +126,10 @@ class RemoteWorker:
                 return enrolment.encode(Failed(f"{text}It printed:\n{printed}" if printed else text))
 
     def serve(self) -> str | None:
-        """Return when the driver has let this worker go; the reason if the driver was lost instead.
+        """Return when the driver has released this worker; return the reason if the driver was lost instead.
 
-        Afterwards the process is as it was before, but for what calls have left in it. Functions that still run go on, and
-        their results are dropped.
+        Afterwards the process is as before, except for the effects of calls. Functions that are still running continue,
+        and their results are dropped.
         """
         with self._changed:
             while not self._is_over:
@@ -163,10 +165,10 @@ class RemoteWorker:
 
         if not isinstance(self._key, ProcessKey) or self._address is None:
             raise ConfigurationError(
-                "the driver sent Assign before Introduce; install the same gradwire on all machines"
+                "the driver sent Assign before Introduce; install the same version of gradwire on all machines"
             )
         if (name := reserved_for()) is not None or self._agent is not None:
-            raise ConfigurationError(f"this process is worker {name} already, and cannot be {assignment.name} as well")
+            raise ConfigurationError(f"this process is already worker {name} and cannot also be {assignment.name}")
         settings = enrolment.decode_settings(self._key.open(assignment.sealed_settings, assignment.name.encode()))
         reserve_process(assignment.name)  # before any import of the user's
         self._capture = capture = OutputCapture(repeats_early=not self._shares_output)
@@ -197,11 +199,11 @@ class RemoteWorker:
             importlib.import_module(module)
 
     def _follow(self, agent: Agent, driver: str, capture: OutputCapture) -> None:
-        """Take orders from the driver alone."""
+        """Raise unless the sender is the driver."""
 
         def check(source: WorkerInfo) -> None:
             if source.name != driver:
-                raise AuthenticationFailed(f"only {driver} may ask {agent.info.name} for that, not {source.name}")
+                raise AuthenticationFailed(f"only {driver} may request this from {agent.info.name}, not {source.name}")
 
         def on_leave(source: WorkerInfo) -> None:
             check(source)
@@ -233,20 +235,20 @@ class RemoteWorker:
         agent.on_worker_lost(lambda address, reason: on_lost(address.info.name, reason))
 
     def _expect_driver(self, seconds: float, lost_reason: str) -> None:
-        """End after so many seconds unless the driver connects before."""
+        """Exit after that many seconds unless the driver connects first."""
         with self._changed:
             if not self._is_over:
                 self._deadline, self._lost_reason = time.monotonic() + seconds, lost_reason
                 self._changed.notify_all()
 
     def _reach_driver(self, agent: Agent, driver: str) -> None:
-        """Try to connect to the driver again, which may only have been cut off; `on_connected` tells of success."""
+        """Try to reconnect to the driver, which may only be disconnected; `on_connected` is called on success."""
         while (deadline := self._deadline) is not None and time.monotonic() < deadline and not self._is_over:
             try:
                 agent.peers.peer(driver).lane("control", deadline)
             except Exception as error:
                 if _is_refusal(error):
-                    self._expect_driver(0.0, self._lost_reason or "the driver is gone")
+                    self._expect_driver(0.0, self._lost_reason or "the driver has exited")
                     return
             with self._changed:
                 self._changed.wait(_LOOK_S)
@@ -276,7 +278,7 @@ def _start_thread(target: Callable[..., None], *args: Any) -> None:
 
 
 def _is_refusal(error: BaseException | None) -> bool:
-    """Whether the answer is that the other process does not listen any more, or has given this one up."""
+    """Return whether the error means that the other process no longer listens, or has declared this one lost."""
     while error is not None and not isinstance(
         error, ConnectionRefusedError | FileNotFoundError | AuthenticationFailed
     ):
@@ -285,14 +287,14 @@ def _is_refusal(error: BaseException | None) -> bool:
 
 
 def transports_of(config: WorkerConfig) -> tuple[str, ...]:
-    """Return what the members of a cluster listen on: sockets of this machine, and TLS beyond it."""
+    """Return the transports of a cluster's members: Unix sockets on this machine, and TLS between machines."""
     return config.transports or ("unix", "tcp")
 
 
 def _dial(
     agent: Agent, addresses: list[WorkerAddress], timeout_s: float, answer: InterruptibleFuture[dict[str, str]]
 ) -> None:
-    """Open a connection to each of the workers, and close it; answer with the errors, by name.
+    """Open and close a connection to each of the workers; return the errors by name.
 
     Without a handshake, for which both would have to know each other as members: it is about the way.
     """

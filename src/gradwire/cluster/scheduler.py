@@ -1,4 +1,4 @@
-"""The seam between gradwire and what starts processes on other machines: Ray, Slurm, or the environment.
+"""The interface to schedulers that start processes on other machines: Ray, Slurm, or the environment.
 
 A `Scheduler` starts processes that run `gradwire.cluster.remote_worker.RemoteWorker`: one `RemoteProcess` for each.
 Its channel carries a few short messages while a worker starts (`gradwire.cluster.enrolment` has them): a certificate
@@ -18,38 +18,38 @@ from typing import Protocol
 class RemoteProcess(Protocol):
     """One process that a scheduler started for a worker."""
 
-    place: str  # for people, e.g. "Ray node 10.0.0.4, bundle 3"
+    place: str  # for messages, e.g. "Ray node 10.0.0.4, bundle 3"
 
     def exchange(self, message: bytes, deadline: float) -> bytes:
-        """Give the process a message and return its answer.
+        """Send a message to the process and return its reply.
 
         Raises:
-            WorkerStartFailed: The process ended; the text says how, with what it printed where that is known.
+            WorkerStartFailed: The process exited; the message includes the reason and, if known, its output.
             TimeoutError: `deadline` (of `time.monotonic`) has passed.
         """
 
     def end_reason(self) -> str | None:
-        """Return how the process ended, in words, or None as long as it runs or that is not known."""
+        """Return a description of how the process ended, or None while it runs or if that is not known."""
 
     def kill(self) -> None:
-        """End the process at once. May be called again."""
+        """Kill the process. Idempotent."""
 
 
 class Scheduler(Protocol):
     """Starts processes on the machines of a cluster."""
 
     def launch(self, count: int, deadline: float, replaces: RemoteProcess | None = None) -> Sequence[RemoteProcess]:
-        """Start so many processes; `replaces` names the one whose place the new one takes, where that still exists.
+        """Start processes; `replaces` is the one whose place the new one takes, if that still exists.
 
         Raises:
-            WorkerStartFailed: They cannot be placed by the deadline; says what is missing.
+            WorkerStartFailed: They cannot be placed by the deadline; the message says what is missing.
         """
 
     def bind_host(self) -> str:
         """Return the address of this machine that the others reach the driver at."""
 
     def describe(self) -> str:
-        """Return exactly what was started: options of actors, the job script, addresses."""
+        """Return a description of what was started: options of actors, the job script, addresses."""
 
     def close(self) -> None:
-        """End every process and give back what was reserved. May be called again."""
+        """Kill every process and release all reservations. Idempotent."""

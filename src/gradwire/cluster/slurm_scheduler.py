@@ -50,7 +50,7 @@ _UNFINISHED = frozenset(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlurmOptions:
-    """What `gradwire.Cluster.slurm` asks of Slurm; see there."""
+    """The Slurm options of `gradwire.Cluster.slurm`."""
 
     nodes: int
     workers_per_node: int
@@ -66,11 +66,11 @@ class SlurmOptions:
         counts: dict[str, object] = {"nodes": self.nodes, "workers_per_node": self.workers_per_node}
         for option, value in counts.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigurationError(f"{option} must be a whole number from 1, not {value!r}")
+                raise ConfigurationError(f"{option} must be an integer of at least 1, not {value!r}")
         if self.executor not in ("slurm", "local"):
             raise ConfigurationError(f'executor must be "slurm" or "local", not {self.executor!r}')
         if self.executor == "local" and self.nodes > 1:
-            raise ConfigurationError(f'executor="local" runs on this machine alone: nodes must be 1, not {self.nodes}')
+            raise ConfigurationError(f'executor="local" runs on this machine only: nodes must be 1, not {self.nodes}')
         for option, lines in (("prologue", self.prologue), ("extra", self.extra)):
             if isinstance(lines, str) or not all(isinstance(line, str) for line in lines):
                 raise ConfigurationError(f"{option} must be a list of strings, not {lines!r}")
@@ -86,15 +86,17 @@ def minutes_of(limit: str | int) -> int:
     """Return a time limit in whole minutes, rounded up.
 
     Args:
-        limit: Minutes, or a text as sbatch takes it: ``30``, ``30:00``, ``1:30:00``, ``2-12``, ``2-12:30:00``.
+        limit: Minutes, or a string in sbatch's format: ``30``, ``30:00``, ``1:30:00``, ``2-12``, ``2-12:30:00``.
 
     Raises:
-        ConfigurationError: It is neither.
+        ConfigurationError: The limit is not valid.
     """
     days, has_days, rest = str(limit).rpartition("-")
     parts = rest.split(":")
     if not all(part.isdecimal() for part in parts) or len(parts) > 3 or (has_days and not days.isdecimal()):
-        raise ConfigurationError(f'time must be minutes or a text such as "1:30:00" or "2-12:00:00", not {limit!r}')
+        raise ConfigurationError(
+            f'time must be a number of minutes or a string such as "1:30:00" or "2-12:00:00", not {limit!r}'
+        )
     # With days the first part is hours; else one part is minutes, two are minutes and seconds.
     numbers = [int(part) for part in parts]
     first_unit = 2 if has_days or len(parts) == 3 else 1
@@ -115,13 +117,13 @@ def flags_of(extra: Sequence[str]) -> dict[str, str | bool]:
     for text in extra:
         match = re.fullmatch(r"--([a-z][a-z0-9-]*)(?:=(.+))?", text)
         if match is None:
-            raise ConfigurationError(f'extra takes options of sbatch as "--name=value" or "--name", not {text!r}')
+            raise ConfigurationError(f'extra takes sbatch options such as "--name=value" or "--name", not {text!r}')
         found[match[1]] = True if match[2] is None else match[2]
     return found
 
 
 def job_parameters(options: SlurmOptions, nodes: int, tasks_per_node: int) -> dict[str, Any]:
-    """Return what `submitit.AutoExecutor.update_parameters` is given."""
+    """Return the arguments for `submitit.AutoExecutor.update_parameters`."""
     if options.executor == "local":
         more: dict[str, Any] = {"local_setup": list(options.prologue)} if options.prologue else {}
     else:
@@ -129,7 +131,7 @@ def job_parameters(options: SlurmOptions, nodes: int, tasks_per_node: int) -> di
             "slurm_partition": options.partition,
             "slurm_account": options.account,
             "slurm_setup": list(options.prologue) or None,
-            # A worker that dies must not take the others along, and a job that starts again would meet no driver.
+            # A worker that dies must not take the others down, and a requeued job would not find a driver.
             "slurm_srun_args": ["--kill-on-bad-exit=0", "--wait=0"],
             "slurm_additional_parameters": {"no-requeue": True, **flags_of(options.extra)},
         }
@@ -146,7 +148,7 @@ class SlurmScheduler:
     """Starts workers as tasks of jobs.
 
     Args:
-        options: What to ask for.
+        options: Options of the job.
         start_timeout_s: How long a task waits for the driver to make it a worker.
     """
 
@@ -211,14 +213,14 @@ class SlurmScheduler:
         return "\n".join(job.describe() for job in self._jobs) or "no job was submitted"
 
     def close(self) -> None:
-        """End the jobs: where workers have not left, by cancelling them. Remove the folder of the channel."""
+        """End the jobs, cancelling those whose workers have not exited, and remove the folder of the channel."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
             jobs, processes = list(self._jobs), list(self._processes)
         with contextlib.suppress(RendezvousFailed):
-            self._exchange.give_up("the driver has ended")  # for tasks that are not workers yet
+            self._exchange.give_up("the driver has exited")  # for tasks that are not workers yet
         deadline = time.monotonic() + _END_S
         while not all(job.has_ended() for job in jobs) and time.monotonic() < deadline:
             _interrupts.sleep(_LOOK_S)
@@ -259,9 +261,10 @@ class _Job:
         self._look_thread: threading.Thread | None = None
 
     def state(self, wait_s: float = _GLANCE_S, is_starting: bool = False) -> str:
-        """Return the state that Slurm says the job has, as far as it answers within `wait_s`; else the last one known.
+        """Return the job's state from Slurm if it responds within `wait_s`; otherwise the last known one.
 
-        While it starts, Slurm is asked every few seconds. Later submitit decides how often; connections tell of most ends.
+        During the start, Slurm is queried every few seconds. Later, submitit decides how often; most exits are detected by
+        the end of a connection.
         """
         if time.monotonic() >= self._next_look and not (self._look_thread and self._look_thread.is_alive()):
             self._next_look = time.monotonic() + _LOOK_AT_JOB_S
@@ -279,14 +282,14 @@ class _Job:
         """Raise if a task that has not arrived will not."""
         for number in sorted(missing & set(self.numbers)):
             if self.has_result(number) or self.is_over(is_starting=True):
-                raise WorkerStartFailed(f"task {number} ended before it became a worker. {self.state_text(number)}")
+                raise WorkerStartFailed(f"task {number} exited before it became a worker. {self.state_text(number)}")
 
     def has_result(self, number: int) -> bool:
-        """Whether submitit has written how a task ended."""
+        """Whether submitit has recorded how a task ended."""
         return bool(self._paths(number).result_pickle.exists())
 
     def state_text(self, number: int | None = None) -> str:
-        """Return what is known about the job now, with the end of a task's log."""
+        """Return a description of the job's current state, with the end of a task's log."""
         self._next_look = 0.0
         return self.describe_end(
             self.numbers[0] if number is None else number, self.state(_COMMAND_S, is_starting=True)
@@ -294,7 +297,9 @@ class _Job:
 
     def describe_end(self, number: int, state: str) -> str:
         if state.startswith("PENDING"):
-            return f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s, or ask for less."
+            return (
+                f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s, or request fewer resources."
+            )
         paths = self._paths(number)
         for log in (paths.stderr, paths.stdout):
             if text := _tail(log):
@@ -311,13 +316,13 @@ class _Job:
         return f"Slurm job {self.id}, {tasks}, from {script}"
 
     def has_ended(self) -> bool:
-        """Whether all tasks have ended, as far as that can be told without asking Slurm."""
+        """Whether all tasks have ended, as far as that is known without querying Slurm."""
         if self._process is not None:
             return self._process.poll() is not None
         return all(self.has_result(number) for number in self.numbers)
 
     def cancel(self) -> None:
-        """End the job, if it has not ended, and wait for the process that runs it on this machine."""
+        """Cancel the job if it is still running, and wait for its process if that is on this machine."""
         if self.has_ended():
             return
         _run_for(_COMMAND_S, self._cancel)
@@ -357,12 +362,12 @@ class SlurmProcess(ExchangeProcess):
         with contextlib.suppress(RendezvousFailed):
             if self._store.get(_left_key(self.number)) is not None:
                 return "it left"
-        return f"its task ended. {self._job.describe_end(self.number, self._job.state())}"
+        return f"its task exited. {self._job.describe_end(self.number, self._job.state())}"
 
     def kill(self) -> None:
-        """End the process on this machine, or the job of a task that has one for itself.
+        """Kill the process on this machine, or cancel the job of a task that has its own.
 
-        Slurm cannot end one task of several. It ends by itself when it loses the driver, and with the job at the latest.
+        Slurm cannot cancel a single task of several. It exits when it loses the driver, and with the job at the latest.
         """
         super().kill()
         if not self.is_here and len(self._job.numbers) == 1 and not self._job.is_over():
@@ -370,7 +375,7 @@ class SlurmProcess(ExchangeProcess):
 
 
 def run_task(folder: str, first: int, start_timeout_s: float) -> None:
-    """Be a worker: what each task of a job runs."""
+    """Run a worker; the entry point of each task of a job."""
     environment = _import_submitit().JobEnvironment()
     number = first + environment.global_rank
     store = FolderStore(Path(folder))
@@ -385,7 +390,7 @@ def run_task(folder: str, first: int, start_timeout_s: float) -> None:
 
 
 def _run_for(seconds: float, function: Callable[..., None], *args: object) -> threading.Thread:
-    """Run what asks Slurm, and wait for it so long: submitit sets no limit, and a controller may not answer for minutes."""
+    """Run a Slurm query with a timeout: submitit has none, and a controller may not respond for minutes."""
     thread = threading.Thread(target=function, args=args, name="gradwire-driver-slurm", daemon=True)
     thread.start()
     thread.join(seconds)
@@ -404,7 +409,7 @@ def _import_submitit() -> Any:
 
 
 def _folder_of(folder: Path, executor: str) -> Path:
-    """Return submitit's folder. Its local executor opens files before the folder of a job is there: a name is made up."""
+    """Return submitit's folder, with a generated name for the local executor, which opens files before it creates one."""
     return Path(str(folder).replace("%j", f"local-{secrets.token_hex(4)}")) if executor == "local" else folder
 
 
@@ -423,7 +428,7 @@ def _queue_reason(job_id: str) -> str:
 
 
 def _run(*command: str) -> str:
-    """Run a command of Slurm, if it is there, and return what it prints."""
+    """Run a Slurm command, if it is installed, and return its output."""
     if shutil.which(command[0]) is None:
         return ""
     with contextlib.suppress(OSError, subprocess.SubprocessError):

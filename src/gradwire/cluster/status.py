@@ -1,4 +1,4 @@
-"""`Cluster.status`: one frozen record for each worker, shown as a table, and where its numbers come from."""
+"""`Cluster.status`: a frozen record for each worker, shown as a table, and how its numbers are collected."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ _STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "le
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerStatus:
-    """One worker at one moment.
+    """Snapshot of one worker.
 
     Attributes:
-        name: Its name.
-        rank: Its rank.
-        role: What the program uses it for.
-        pid: Process id, or None if no process was made.
-        state: ``starting``, ``running``, ``leaving``, ``ended`` (it was asked to), ``lost`` (it was not) or ``restarting``.
-        uptime_s: Seconds since its start, until its end.
-        rss_bytes: Memory resident now; None when it did not answer the question.
-        device_bytes: Memory that its tensors have on accelerators; None when it uses none, or the backend does not tell.
-        calls_served: Calls it has answered; None when it did not answer the question.
-        restarts: How often it was started again.
-        exit_reason: How it ended, e.g. ``killed by SIGKILL``; None while it runs.
+        name: Name of the worker.
+        rank: Rank of the worker.
+        role: Role of the worker.
+        pid: Process id, or None if no process was started.
+        state: ``starting``, ``running``, ``leaving``, ``ended`` (as requested), ``lost`` (unexpectedly) or ``restarting``.
+        uptime_s: Seconds from its start until now or its end.
+        rss_bytes: Resident memory; None if the worker did not respond.
+        device_bytes: Memory of its tensors on accelerators; None if it uses none, or the backend does not report it.
+        calls_served: Number of calls answered; None if the worker did not respond.
+        restarts: Number of restarts.
+        exit_reason: How its process ended, e.g. ``killed by SIGKILL``; None while it runs.
     """
 
     name: str
@@ -52,7 +52,7 @@ class WorkerStatus:
 
 
 class ClusterStatus(tuple[WorkerStatus, ...]):
-    """The workers in the order of their ranks. ``print`` and rich show it as a table."""
+    """Status of all workers in order of rank. ``print`` and rich show it as a table."""
 
     __slots__ = ()
 
@@ -99,7 +99,7 @@ def _show_bytes(num_bytes: int | None) -> str:
 
 
 def format_duration(seconds: float) -> str:
-    """Return a time for people: ``3.2 s``, from a minute on ``0:01:15``."""
+    """Format a duration: ``3.2 s``, or ``0:01:15`` from a minute on."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -107,7 +107,7 @@ def format_duration(seconds: float) -> str:
 
 
 def describe_exit(status: int) -> str:
-    """Return in words how a process ended, from the status that `os.waitpid` gives."""
+    """Describe how a process ended, from the status of `os.waitpid`."""
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return f"exited with code {code}"
@@ -118,7 +118,7 @@ def describe_exit(status: int) -> str:
 
 
 def rss_of(pid: int) -> int | None:
-    """Return the resident memory of a process in bytes, or None when it is gone."""
+    """Return the resident memory of a process in bytes, or None if it has exited."""
     try:
         with open(f"/proc/{pid}/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -147,7 +147,7 @@ USAGE = "cluster.usage"
 
 
 class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """What a worker says about itself."""
+    """Numbers that a worker reports about itself."""
 
     calls_served: Annotated[int, msgspec.Meta(ge=0)]
     rss_bytes: Annotated[int, msgspec.Meta(ge=0)] | None

@@ -49,16 +49,16 @@ _log = logging.getLogger("gradwire")
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
-    """What a driver answers.
+    """Status report of a driver.
 
     Attributes:
-        name: What `gradwire status` calls the cluster.
+        name: Name of the cluster in `gradwire status`.
         pid: Process id of the driver.
         gradwire: Its version of gradwire.
         command: The driver's program and its arguments.
         folder: The folder in which the driver was started.
         uptime_s: Seconds since the cluster was opened.
-        workers: As `Cluster.status` returns them.
+        workers: The result of `Cluster.status`.
     """
 
     name: str
@@ -74,7 +74,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusSocket:
-    """Answers with the status of one cluster, in a thread that does not keep the process alive.
+    """Serves the status of one cluster, in a daemon thread.
 
     As a context manager it closes itself at the end.
     """
@@ -93,7 +93,7 @@ class StatusSocket:
 
     @classmethod
     def open(cls, status: Callable[[], ClusterStatus]) -> StatusSocket | None:
-        """Start to answer; return None where that is not possible, which must not keep a cluster from working."""
+        """Start serving; return None if that is not possible, which must not prevent a cluster from working."""
         try:
             return cls(status)
         except OSError as error:
@@ -111,7 +111,7 @@ class StatusSocket:
         self.close()
 
     def close(self) -> None:
-        """Stop to answer, and remove the socket. May be called again."""
+        """Stop serving and remove the socket. Idempotent."""
         if os.getpid() != self._owner_pid:
             return  # a process that the driver forked
         _open_sockets.discard(self)
@@ -219,7 +219,7 @@ def _make_folder(num_name_bytes: int) -> Path:
 
 
 def _user_of(connection: socket.socket) -> int:
-    """Return the user of the process at the other end."""
+    """Return the user id of the peer process."""
     raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     uid: int = _CREDENTIALS.unpack(raw)[1]
     return uid
@@ -229,16 +229,16 @@ def _user_of(connection: socket.socket) -> int:
 
 
 def _folders() -> list[Path]:
-    """Return where sockets of this user may be, the best place first."""
+    """Return the possible folders for this user's sockets, best first."""
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     return [*([Path(runtime, "gradwire")] if runtime else []), Path(f"/tmp/gradwire-{os.geteuid()}")]
 
 
 def check_place() -> Path:
-    """Return the folder for the sockets of this user, which is made if need be.
+    """Return the folder for this user's sockets, creating it if necessary.
 
     Raises:
-        OSError: None can be used.
+        OSError: No folder can be used.
     """
     return _make_folder(len(_default_name()) + len(SUFFIX))
 
@@ -247,11 +247,11 @@ def _check_folder(folder: Path) -> None:
     """Refuse a folder in which other users could place or remove sockets."""
     found = os.lstat(folder)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise OSError(errno.EPERM, "must be a folder of this user with mode 0700; remove it", str(folder))
+        raise OSError(errno.EPERM, "must be a folder owned by this user with mode 0700; remove it", str(folder))
 
 
 def _is_stale(path: Path) -> bool:
-    """Return whether nothing listens on that socket any more."""
+    """Return whether nothing listens on that socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -264,7 +264,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _remove_stale(folder: Path) -> None:
-    """Remove what drivers have left that were killed. Those that live are not bothered with a connection."""
+    """Remove the sockets of killed drivers, without connecting to live ones."""
     with contextlib.suppress(OSError):
         for path in folder.glob(f"*{SUFFIX}"):
             driver = _PID.search(path.name)
@@ -276,7 +276,7 @@ def _remove_stale(folder: Path) -> None:
 
 
 class NoReport(Exception):
-    """A cluster did not tell its status; the text says why."""
+    """A cluster did not report its status; the message says why."""
 
 
 class ClusterGone(NoReport):
@@ -299,7 +299,7 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
     """Ask a driver for the status of its cluster.
 
     Raises:
-        NoReport: It did not answer in time, has just ended, or runs a version of gradwire that answers differently.
+        NoReport: It did not respond in time, has just exited, or runs another version of gradwire.
     """
     deadline = time.monotonic() + timeout_s
     text = bytearray()
@@ -318,10 +318,10 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
         raise ClusterGone("the driver was killed") from None
     except FileNotFoundError:
         raise ClusterGone("the cluster was closed") from None
-    except (TimeoutError, BlockingIOError):  # the latter: many have asked it already, in vain
-        raise NoReport(f"no answer within {timeout_s:g} s: the driver is stopped, or busy outside of Python") from None
+    except (TimeoutError, BlockingIOError):  # the latter: its queue of connections is full
+        raise NoReport(f"no response within {timeout_s:g} s: the driver is stopped, or busy in native code") from None
     except OSError as error:
-        raise NoReport(f"the driver has just ended ({error.strerror})") from None
+        raise NoReport(f"the driver has just exited ({error.strerror})") from None
     if not text:
         raise NoReport("the cluster is being closed")
     try:
@@ -331,7 +331,7 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
 
 
 def read_reports(paths: Sequence[Path], timeout_s: float) -> list[ClusterReport | NoReport]:
-    """Ask several drivers at once."""
+    """Query several drivers in parallel."""
 
     def read(path: Path) -> ClusterReport | NoReport:
         try:

@@ -6,7 +6,7 @@
     <round>.<k>.request.0            ------->
                                      <-------        <round>.<k>.reply.0
     ...
-    <round>.closed = <why>           ------->        if the driver gives up
+    <round>.closed = <why>           ------->        if the driver aborts
 
 A store may outlive a run, or be used by the next round of it (torchrun starts all ranks again when one fails). What counts
 is the round that the driver has made: a process that finds a new one says hello again, and what is left from an old one
@@ -36,12 +36,12 @@ from gradwire.transports.registry import host_identity
 
 _FIRST_LOOK_S = 0.01
 _LAST_LOOK_S = 0.2
-_NAMED = 8  # at most so many processes are named in an error
+_NAMED = 8  # number of processes listed in an error
 _DRIVER = -1
 
 
 class Hello(msgspec.Struct, frozen=True):
-    """What a process says about itself when it arrives."""
+    """Introduction of a process when it arrives."""
 
     host: str  # identity of the machine
     host_name: str
@@ -97,7 +97,7 @@ class _Post:
             round_id = key.partition(".")[0]
             self._auth.verify(self._statement(round_id, process, kind, number, nonce, envelope.body), envelope.proof)
         except msgspec.MsgspecError as error:
-            raise AuthenticationFailed(f"it is not a message of gradwire: {error}") from error
+            raise AuthenticationFailed(f"it is not a gradwire message: {error}") from error
         return envelope.body
 
     def _statement(self, round_id: str, process: int, kind: str, number: int, nonce: bytes, body: bytes) -> bytes:
@@ -108,10 +108,10 @@ class DriverExchange:
     """The driver's side, for all processes of one run.
 
     Args:
-        store: What all of them reach.
-        topic: Tells this run from others; the same in all processes.
-        auth: How messages are proven.
-        noun: What a process is called in errors, e.g. ``rank``.
+        store: The store that all of them use.
+        topic: Identifies this run; the same in all processes.
+        auth: How messages are authenticated.
+        noun: Word for a process in errors, e.g. ``rank``.
     """
 
     def __init__(self, store: KeyValueStore, topic: str, auth: MessageAuth, noun: str) -> None:
@@ -126,16 +126,16 @@ class DriverExchange:
     def wait_hellos(
         self, processes: Iterable[int], deadline: float, check: Callable[[set[int]], None] = lambda missing: None
     ) -> Mapping[int, Hello]:
-        """Wait until all of these processes have arrived, and return what they say.
+        """Wait until all of these processes have arrived, and return their introductions.
 
         Args:
             processes: Their numbers.
             deadline: In seconds of `time.monotonic`.
-            check: Called again and again with those that are missing; may raise.
+            check: Called repeatedly with the missing ones; may raise.
 
         Raises:
-            WorkerStartFailed: Some did not arrive; says which.
-            AuthenticationFailed: One cannot show that it belongs to this run.
+            WorkerStartFailed: Some did not arrive; the message lists them.
+            AuthenticationFailed: One cannot prove that it belongs to this run.
         """
         wanted = list(processes)
         pause = _Pause(deadline)
@@ -153,17 +153,17 @@ class DriverExchange:
     def exchange(
         self, process: int, message: bytes, deadline: float, check: Callable[[], None] = lambda: None
     ) -> bytes:
-        """Give a process that has arrived a message, and return its answer.
+        """Send a message to a process that has arrived, and return its reply.
 
         Args:
             process: Its number.
-            message: What `WorkerExchange.serve` hands to its handler.
+            message: The message that `WorkerExchange.serve` passes to its handler.
             deadline: In seconds of `time.monotonic`.
-            check: Called again and again while there is no answer; may raise.
+            check: Called repeatedly while there is no reply; may raise.
 
         Raises:
-            TimeoutError: There is no answer.
-            AuthenticationFailed: The answer cannot be trusted.
+            TimeoutError: There is no reply by the deadline.
+            AuthenticationFailed: The reply cannot be trusted.
         """
         number = self._num_requests.get(process, 0)
         self._num_requests[process] = number + 1
@@ -176,10 +176,10 @@ class DriverExchange:
                 return answer
             check()
             if not pause():
-                raise TimeoutError(f"{self._describe(process)} does not answer")
+                raise TimeoutError(f"{self._describe(process)} is not responding")
 
     def give_up(self, reason: str) -> None:
-        """Tell all processes that wait that the driver will not go on."""
+        """Tell all waiting processes that the driver has aborted."""
         self._post.send(f"{self._round}.closed", "closed", _DRIVER, 0, b"", reason.encode())
 
     def _look_for(self, process: int) -> None:
@@ -189,7 +189,7 @@ class DriverExchange:
                 self._hellos[process] = _hellos.decode(raw)
             except msgspec.MsgspecError as error:
                 raise AuthenticationFailed(
-                    f"the hello of {self._noun} {process} is not a message of gradwire: {error}"
+                    f"the hello of {self._noun} {process} is not a gradwire message: {error}"
                 ) from error
 
     def _receive(self, key: str, kind: str, process: int, number: int, nonce: bytes) -> bytes | None:
@@ -197,7 +197,7 @@ class DriverExchange:
             return self._post.receive(key, kind, process, number, nonce)
         except AuthenticationFailed as error:
             raise AuthenticationFailed(
-                f"a message of {self._describe(process)} cannot be trusted: {error} (the driver uses {self._auth.name})"
+                f"a message from {self._describe(process)} cannot be trusted: {error} (the driver uses {self._auth.name})"
             ) from error
 
     def _describe(self, process: int) -> str:
@@ -250,7 +250,7 @@ class ExchangeProcess:
                 poll = select.poll()
                 poll.register(self._pidfd, select.POLLIN)
                 self._is_over = bool(poll.poll(0))
-            return f"its process {self.hello.pid} ended" if self._is_over else None
+            return f"its process {self.hello.pid} exited" if self._is_over else None
 
     def kill(self) -> None:
         with self._lock, contextlib.suppress(ProcessLookupError):
@@ -258,7 +258,7 @@ class ExchangeProcess:
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def close(self) -> None:
-        """Stop watching it. May be called again."""
+        """Stop watching it. Idempotent."""
         with self._lock:
             if self._pidfd is not None:
                 os.close(self._pidfd)
@@ -280,14 +280,14 @@ class WorkerExchange:
         self._hello = Hello.make(auth)
         self._number = 0
         self._is_taken = False  # whether another process has said hello under this number in this round
-        self._old_reason: str | None = None  # why the driver had given up before this process arrived
+        self._old_reason: str | None = None  # why the driver had aborted before this process arrived
 
     def serve(self, handle: Callable[[bytes], bytes], is_done: Callable[[], bool], deadline: float) -> None:
         """Answer requests of the driver until `is_done`.
 
         Raises:
-            RendezvousFailed: The driver has given up, or has not made this process a worker by the deadline.
-            AuthenticationFailed: What claims to be the driver cannot show that it belongs to this run.
+            RendezvousFailed: The driver has aborted, or has not made this process a worker by the deadline.
+            AuthenticationFailed: The sender cannot prove that it is the driver of this run.
         """
         try:
             pause = _Pause(deadline)
@@ -311,7 +311,7 @@ class WorkerExchange:
         if found == self._round or not (found.isalnum() and len(found) <= 64):
             return
         self._round, self._number, self._hello = found, 0, Hello.make(self._auth)
-        # A driver that had given up before this process came may be one of an earlier round: the next one will make its own.
+        # A driver that aborted before this process arrived may belong to an earlier round: the next one starts its own.
         self._old_reason = self._closed()
         # So may a process of this number that has said hello; or it is a second one, which the driver will not speak to.
         self._is_taken = self._post.store.get(f"{found}.{self._process}.hello") is not None
@@ -326,7 +326,7 @@ class WorkerExchange:
         if request is None:
             reason = self._closed()
             if reason is not None and self._old_reason is None:
-                raise RendezvousFailed(f"the driver has given up: {reason}")
+                raise RendezvousFailed(f"the driver aborted the start: {reason}")
             return False
         reply = f"{self._round}.{self._process}.reply.{self._number}"
         self._post.send(reply, "reply", self._process, self._number, self._hello.nonce, handle(request))
@@ -342,15 +342,16 @@ class WorkerExchange:
             return self._post.receive(key, kind, process, number, nonce)
         except AuthenticationFailed as error:
             raise AuthenticationFailed(
-                f"a message of the driver cannot be trusted: {error} (this process uses {self._auth.name})"
+                f"a message from the driver cannot be trusted: {error} (this process uses {self._auth.name})"
             ) from error
 
     def _late_text(self) -> str:
         if self._old_reason is not None:
-            return f"the driver has given up: {self._old_reason}"
+            return f"the driver aborted the start: {self._old_reason}"
         if self._is_taken:
             return (
-                f"another process has arrived as number {self._process} at {self._post.store.where}: start one of each"
+                f"another process with number {self._process} has arrived at {self._post.store.where}: start each "
+                "number once"
             )
         if not self._round:
             return f"the driver never arrived at {self._post.store.where}"

@@ -1,4 +1,4 @@
-"""What becomes of workers that are lost: the rules of restarts, without threads, processes or a clock.
+"""The rules for restarting lost workers, without threads, processes or a clock.
 
     serving --lost--> ending --process_ended--> waiting --tick--> starting --process_started--> rebuilding
        ^                 |                         ^                 |                             |
@@ -20,10 +20,10 @@ from typing import Literal
 from gradwire.errors import ConfigurationError
 
 Restart = Literal["never", "on-loss"]
-"""What becomes of a worker that is lost."""
+"""What to do with a lost worker."""
 
 MembershipChange = Literal["joined", "lost", "restarted", "left"]
-"""What may happen to a worker of a cluster."""
+"""Kinds of membership events."""
 
 _DEFAULT_LOST_AFTER_S = 30.0
 _WINDOW_S = 60.0  # in which restarts are counted
@@ -37,12 +37,12 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisionOptions:
-    """How the workers of a cluster are watched; see `gradwire.Cluster.local`.
+    """Supervision options of a cluster; see `gradwire.Cluster.local`.
 
     Attributes:
-        restart: Whether a worker that is lost is started again.
-        lost_after_s: Seconds without an answer after which a worker counts as lost; 0 for never, None for the default: 30
-            where workers are started again, and never otherwise.
+        restart: Whether a lost worker is restarted.
+        lost_after_s: Seconds without a response after which a worker counts as lost; 0 for never, None for the default: 30
+            if workers are restarted, and never otherwise.
         max_restarts: Restarts of one worker within a minute.
     """
 
@@ -54,9 +54,9 @@ class SupervisionOptions:
         if self.restart not in ("never", "on-loss"):
             raise ConfigurationError(f'restart must be "never" or "on-loss", not {self.restart!r}')
         if self.lost_after_s is not None and not 0 <= self.lost_after_s < _NEVER:
-            raise ConfigurationError(f"lost_after must be 0 or more seconds, not {self.lost_after_s!r}")
+            raise ConfigurationError(f"lost_after must be a number of seconds, 0 or more, not {self.lost_after_s!r}")
         if self.max_restarts < 0:
-            raise ConfigurationError(f"max_restarts must be a whole number from 0, not {self.max_restarts!r}")
+            raise ConfigurationError(f"max_restarts must be an integer of at least 0, not {self.max_restarts!r}")
 
     @property
     def silence_s(self) -> float:
@@ -72,7 +72,7 @@ class SupervisionOptions:
 
 
 class Phase(enum.Enum):
-    """Where a member is between two lives."""
+    """Phase of a member's lifecycle."""
 
     SERVING = "serving"
     ENDING = "ending"  # it is lost, and its process is being ended
@@ -93,7 +93,7 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class EndProcess:
-    """End the process of that life by force; `process_ended` is to follow, whether that was possible or not."""
+    """Kill the process of that life; `process_ended` must follow, whether that was possible or not."""
 
     name: str
     life: int
@@ -101,7 +101,7 @@ class EndProcess:
 
 @dataclass(frozen=True, slots=True)
 class StartProcess:
-    """Start a process under that name; `process_started` or `start_failed` is to follow."""
+    """Start a process under that name; `process_started` or `start_failed` must follow."""
 
     name: str
     life: int
@@ -109,7 +109,7 @@ class StartProcess:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """Make the new process known and let the program fill it; `rebuilt` or `lost` is to follow."""
+    """Announce the new process and let the program rebuild its state; `rebuilt` or `lost` must follow."""
 
     name: str
     life: int
@@ -117,7 +117,7 @@ class Rebuild:
 
 @dataclass(frozen=True, slots=True)
 class AskAlive:
-    """Ask whether the process answers; `answered` or `not_answered` is to follow."""
+    """Check whether the process responds; `answered` or `not_answered` must follow."""
 
     name: str
     life: int
@@ -125,7 +125,7 @@ class AskAlive:
 
 @dataclass(frozen=True, slots=True)
 class Announce:
-    """Tell the program and the other workers what happened to a member."""
+    """Notify the program and the other workers of a membership event."""
 
     change: MembershipChange
     name: str
@@ -172,12 +172,12 @@ class Supervision:
         return self._last_life
 
     def phase(self, name: str) -> Phase | None:
-        """Return where a member is; None if there is none of that name."""
+        """Return the phase of a member; None if there is none of that name."""
         member = self._members.get(name)
         return None if member is None else member.phase
 
     def num_restarts(self, name: str) -> int:
-        """Return how often a member was started again."""
+        """Return the number of restarts of a member."""
         member = self._members.get(name)
         return 0 if member is None else member.num_restarts
 
@@ -199,7 +199,7 @@ class Supervision:
         return sum(member.phase in phases for member in self._members.values())
 
     def next_due(self) -> float:
-        """Return when `tick` is to be called at the latest."""
+        """Return when `tick` must be called at the latest."""
         waiting = (member.due for member in self._members.values() if member.phase is Phase.WAITING)
         due = min(waiting, default=_NEVER)
         if self._last_tick is None and self._options.interval_s < _NEVER:
@@ -217,11 +217,15 @@ class Supervision:
         return [Announce("joined", name, life)]
 
     def lost(self, name: str, life: int, reason: str, now: float) -> list[Action]:
-        """The process of a worker ended, does not answer, or could not be rebuilt."""
+        """Handle that the process of a worker ended, does not respond, or could not be rebuilt.
+
+        Ignored while the process is being started: `process_started` or `start_failed` comes first, so that the process is
+        known and can be ended before the next one is started.
+        """
         member = self._find(name, life)
-        if member is None or not (member.phase.has_process or member.phase is Phase.STARTING):
+        if member is None or not member.phase.has_process:
             return []
-        is_short = member.phase is Phase.STARTING or now - member.began < _SHORT_LIFE_S
+        is_short = now - member.began < _SHORT_LIFE_S
         member.num_short = member.num_short + 1 if is_short else 0
         self._lose(member, reason, now)
         if member.phase is Phase.WAITING:
@@ -229,7 +233,7 @@ class Supervision:
         return [Announce("lost", name, life, self.lost_text(name)), EndProcess(name, life)]
 
     def process_ended(self, name: str, life: int, now: float) -> list[Action]:
-        """The process of a worker that was lost is gone, or out of reach for good."""
+        """Handle that the process of a lost worker has ended, or is permanently out of reach."""
         member = self._find(name, life)
         if member is not None and member.phase is Phase.ENDING:
             member.phase = Phase.WAITING
@@ -240,14 +244,13 @@ class Supervision:
         """The new process of a worker can be called."""
         member = self._find(name, life)
         if member is None or self._is_closed:
-            return [EndProcess(name, life)]  # removed meanwhile
-        if member.phase is not Phase.STARTING:
-            return []  # lost meanwhile
+            return [EndProcess(name, life)]  # removed in the meantime
+        assert member.phase is Phase.STARTING
         member.phase, member.began, member.heard, member.is_asked = Phase.REBUILDING, now, now, False
         return [Rebuild(name, life)]
 
     def start_failed(self, name: str, life: int, reason: str, now: float) -> list[Action]:
-        """No new process could be made, or it ended before it could be called."""
+        """Handle that no new process could be started, or that it ended before it could be called."""
         member = self._find(name, life)
         if member is None or member.phase is not Phase.STARTING:
             return []
@@ -270,18 +273,18 @@ class Supervision:
             member.heard, member.is_asked = now, False
 
     def not_answered(self, name: str, life: int) -> None:
-        """The question was lost: it may be asked again."""
+        """Handle that a liveness check was lost, so that it can be repeated."""
         member = self._find(name, life)
         if member is not None:
             member.is_asked = False
 
     def removed(self, name: str, reason: str) -> list[Action]:
-        """The program has taken a worker out of the cluster; its process is ended by the caller."""
+        """Handle that the program removed a worker; the caller stops its process."""
         member = self._members.pop(name, None)
         return [] if member is None or self._is_closed else [Announce("left", name, member.life, reason)]
 
     def closed(self) -> None:
-        """The cluster ends: nothing is started any more."""
+        """Handle that the cluster is closing: no process is started from now on."""
         self._is_closed = True
 
     def tick(self, now: float) -> list[Action]:
@@ -313,7 +316,9 @@ class Supervision:
             member.phase = Phase.LOST
         elif len(member.restarts) >= limit:
             member.phase = Phase.LOST
-            member.reason = f"{reason}; it was restarted {limit} times within {_WINDOW_S:g} s, and is not started again"
+            member.reason = (
+                f"{reason}; it was restarted {limit} times within {_WINDOW_S:g} s and will not be restarted again"
+            )
         else:
             is_first = member.num_short <= 1
             delay_s = 0.0 if is_first else min(_FIRST_DELAY_S * 2.0 ** (member.num_short - 2), _LONGEST_DELAY_S)
@@ -333,7 +338,7 @@ class Supervision:
             member.heard = min(now, member.heard + missed_s)
             if now - member.heard >= silence_s:
                 text = (
-                    f"it has not answered for {now - member.heard:.0f} s (stopped, or a function holds the interpreter)"
+                    f"it has not responded for {now - member.heard:.0f} s (stopped, or a function is holding the GIL)"
                 )
                 actions += self.lost(name, member.life, text, now)
             elif not member.is_asked:

@@ -1,4 +1,4 @@
-"""`Worker`: one worker of a cluster, as the program uses it."""
+"""`Worker`: a handle on one worker of a cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class Worker:
-    """One worker of a cluster, to call functions on. It stays the same when the worker is started again."""
+    """A worker of a cluster, for calling functions on it. The object stays valid when the worker is restarted."""
 
     def __init__(self, monitor: Monitor, member: Member, timeout_s: float | None = None) -> None:
         self._monitor = monitor
@@ -37,34 +37,34 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """The name; unique in the cluster."""
+        """The name, unique in the cluster."""
         return self.info.name
 
     @property
     def rank(self) -> int:
-        """The number, from 0; no two workers of a cluster ever have the same."""
+        """The rank, from 0; no two workers of a cluster ever have the same."""
         return self.info.id
 
     @property
     def role(self) -> str:
-        """What the program uses it for, as it said when it started the worker; ``worker`` if it did not."""
+        """The role given when the worker was started; ``worker`` by default."""
         return self._member.spec.role
 
     @property
     def pid(self) -> int | None:
-        """The process id; another one after a restart."""
+        """The process id, which changes on a restart."""
         return self._member.handle.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process is there and belongs to the cluster."""
+        """Whether the worker's process is running and belongs to the cluster."""
         return self._monitor.is_alive(self._member)
 
     def with_timeout(self, timeout: float | None) -> Worker:
-        """Return the same worker, for calls with another deadline: ``worker.with_timeout(5).call(f)``.
+        """Return a handle on the same worker with another timeout: ``worker.with_timeout(5).call(f)``.
 
         Args:
-            timeout: Seconds; 0 for no deadline, None for the cluster's `rpc_timeout`.
+            timeout: Seconds; 0 for no timeout, None for the cluster's `rpc_timeout`.
         """
         return Worker(self._monitor, self._member, timeout)
 
@@ -78,15 +78,15 @@ class Worker:
         """Run a function on this worker and return its result.
 
         Args:
-            function: The function, or the name that it is exposed under.
+            function: The function, or its exposed name.
             *args: Its arguments.
-            **kwargs: Its arguments by name.
+            **kwargs: Its keyword arguments.
 
         Raises:
-            CannotSend: An argument or the result cannot travel.
+            CannotSend: An argument or the result cannot be sent.
             RpcTimeout: The deadline passed.
-            WorkerLost: The worker died; the text says whether it is being restarted.
-            Exception: The one that the function raised, as its own type where that is known here.
+            WorkerLost: The worker died; the message says whether it is being restarted.
+            Exception: The function's exception, with its own type if that is known here.
         """
         return self._agent.call(self.name, function, args, kwargs, self._timeout_s)
 
@@ -97,28 +97,27 @@ class Worker:
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> CallFuture[T]: ...
 
     def submit(self, function: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """Start a function on this worker and return a `torch.futures.Future`; takes what `call` takes.
+        """Start a call on this worker and return a `torch.futures.Future`; takes the arguments of `call`.
 
         Raises:
-            CannotSend: An argument cannot travel.
+            CannotSend: An argument cannot be sent.
             WorkerLost: The worker died.
         """
         return self._agent.submit(self.name, function, args, kwargs, self._timeout_s)
 
     def module(self, module_cls: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> RemoteModule:
-        """Make a module on this worker and return a handle on it, which is used like the module.
+        """Create a module on this worker and return a handle that is used like the module.
 
-        It stays on the device that it is made on, such as that of ``worker.module(nn.Linear, 3, 2, device="cuda:0")``.
-        `gradwire.nn.RemoteModule` does the same with a device to move it to, and a choice of how trainers share the
-        parameters.
+        The module stays on the device on which it is created, e.g. with ``worker.module(nn.Linear, 3, 2, device="cuda:0")``.
+        `gradwire.nn.RemoteModule` also takes a device to move it to and controls how trainers share the parameters.
 
         Args:
             module_cls: The class, or any function that returns a module.
             *args: Its arguments.
-            **kwargs: Its arguments by name.
+            **kwargs: Its keyword arguments.
 
         Raises:
-            CannotSend: An argument cannot travel.
+            CannotSend: An argument cannot be sent.
             WorkerLost: The worker died.
         """
         return RemoteModule(self.name, module_cls, args, kwargs)

@@ -29,9 +29,9 @@ _lock = threading.Lock()  # guards _installed and _depth
 
 
 def install() -> None:
-    """Make torch's names mean gradwire's, in modules that are imported already and in those that are later.
+    """Replace torch's functions and classes by gradwire's, in imported modules and in those that are imported later.
 
-    Workers need not be running. Calling it again does nothing, except that `uninstall` must be called as often.
+    Workers need not be running. Each call needs its own `uninstall`; only the first one has an effect.
 
     Raises:
         RuntimeError: This process is a worker of torch's own rpc; shut that down first.
@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its names back, once it was called as often as `install`. Without `install`, do nothing."""
+    """Restore torch's functions and classes, once it was called as often as `install`. Without `install`, do nothing."""
     global _installed, _depth
     with _lock:
         _depth = max(0, _depth - 1)
@@ -60,13 +60,13 @@ def uninstall() -> None:
 
 
 def is_installed() -> bool:
-    """Return whether torch's names mean gradwire's now."""
+    """Return whether gradwire replaces torch's functions and classes now."""
     return _installed is not None
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """`install` for a block."""
+    """Install for a `with` block."""
     install()
     try:
         yield
@@ -75,12 +75,12 @@ def installed() -> Iterator[None]:
 
 
 def _note_rank(agent: Agent) -> None:
-    """Tell torch's profiler, before the worker serves: an event whose rank changes meanwhile cannot be read."""
+    """Set the rank in torch's profiler before the worker serves: an event whose rank changes cannot be read."""
     distributed_rpc()._set_profiler_node_id(agent.info.id)
 
 
 class _FailurePrinter(logging.Handler):
-    """Prints what functions raise that other workers call, as torch does, to whatever stderr is at the moment."""
+    """Prints exceptions of functions that other workers call, as torch does, to the current stderr."""
 
     def __init__(self) -> None:
         super().__init__()

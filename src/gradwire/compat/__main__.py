@@ -2,9 +2,11 @@
 
 The program is not changed. Processes that the program starts, by fork or as fresh interpreters, run on gradwire, too.
 
-The program gets what Python itself would give it: its own ``__main__`` for as long as the process lives (functions that
-`atexit` runs, and calls that other workers make meanwhile, look for names there), ``sys.argv``, ``sys.path[0]``, tracebacks
-without the frames of this file, and the same exit codes.
+The program runs as Python itself would run it: with its own ``__main__`` until the process ends (functions that
+`atexit` runs,
+and calls from other workers, look for names there), ``sys.argv``, ``sys.path[0]``, tracebacks without the frames of
+this file,
+and the same exit codes.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def main(arguments: Sequence[str]) -> int:
         print(_USAGE, file=sys.stderr)
         return 2
     is_module = first.startswith("-m")
-    if is_module and first != "-m":  # as python takes it, too: -mpytest
+    if is_module and first != "-m":  # python accepts this, too: -mpytest
         arguments = ["-m", first.removeprefix("-m"), *arguments[1:]]
     if not is_module and not os.path.exists(first):
         print(f"{_USAGE}\nno such file: {first}", file=sys.stderr)
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str]) -> int:
     except SystemExit:
         raise
     except BaseException as error:
-        # The interpreter calls the hook once more when the error gets there, and knows the exit code of each.
+        # The interpreter calls the hook again when the error reaches it, and sets the exit code.
         shown = error.with_traceback(_without_runner(error.__traceback__))
         sys.excepthook(type(error), shown, shown.__traceback__)
         sys.excepthook = lambda *_: None
@@ -63,7 +65,7 @@ def main(arguments: Sequence[str]) -> int:
 def run_module(name: str, arguments: Sequence[str]) -> None:
     """Run a module, or the ``__main__`` of a package, as ``python -m`` does."""
     _make_main()
-    sys.argv = ["-m", *arguments]  # the name of the file follows when it is known
+    sys.argv = ["-m", *arguments]  # the file name is set when it is known
     _run_module_as_main(name)
 
 
@@ -86,7 +88,7 @@ def run_path(path: str, arguments: Sequence[str]) -> None:
 
 
 def _make_main() -> ModuleType:
-    """An empty ``__main__`` in the place of this one, for good."""
+    """Replace this ``__main__`` by an empty one, until the process ends."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__builtins__ = builtins  # type: ignore[attr-defined]
     if sys.version_info < (3, 14):
@@ -101,7 +103,7 @@ def _without_runner(traceback: TracebackType | None) -> TracebackType | None:
 
 
 def reach_children() -> None:
-    """Have every Python that this process starts install compat when it imports torch."""
+    """Make every Python that this process starts install compat when it imports torch."""
     os.environ["GRADWIRE_COMPAT"] = "1"
     inherited = os.environ.get("PYTHONPATH", "")
     if _BOOTSTRAP not in inherited.split(os.pathsep):

@@ -19,8 +19,9 @@ OnImported = Callable[[ModuleType], None]
 class ImportHook:
     """Calls a function with each module of certain names, as soon as the module's own code has run.
 
-    At that moment the importing module has not bound anything of it yet. The function is called again for a module that is
-    reloaded, and not for one that was imported before the hook was installed. What it raises fails the import.
+    At that moment the importing module has not bound any name of it. The function is called again if a module is
+    reloaded, but not
+    for modules that were imported before the hook was installed. If it raises, the import fails.
     """
 
     def __init__(self, names: Container[str], on_imported: OnImported) -> None:
@@ -31,14 +32,14 @@ class ImportHook:
         sys.meta_path.insert(0, self)
 
     def remove(self) -> None:
-        """Be asked no longer. Idempotent. An import that is under way still ends with the call."""
+        """Remove the hook. Idempotent. A running import still ends with the call."""
         with contextlib.suppress(ValueError):
             sys.meta_path.remove(self)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Answer the import system: what the finders after this one find, with a loader that calls the function."""
+        """Return the spec of the next finders, with a loader that calls the function."""
         if name not in self._names:
             return None
         spec = self._find_elsewhere(name, path, target)

@@ -1,14 +1,15 @@
-"""Patching: put objects in the place of others, everywhere they are bound, and put the old ones back.
+"""Patching: replace objects everywhere they are bound, and restore the old ones.
 
-A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a binding of its own: changing it in
-torch's module does not change it there. So every module that is loaded is looked through for the very objects that are
-replaced. Modules are not replaced, only what they hold; a program that has imported one sees its new contents.
+A name that a program imported (``from torch.distributed.rpc import rpc_sync``) is a separate binding: changing torch's
+module does not change it. So all loaded modules are searched for the objects that are replaced. Modules themselves are not
+replaced, only their contents; a program that has imported one sees its new contents.
 
 Bindings that are found: globals of modules, and attributes of the classes that those modules define, also inside
-``staticmethod``. Not found: closures, default arguments, containers, base classes. They were taken before and stay torch's.
+``staticmethod``. Not found: closures, default arguments, containers, base classes. They keep torch's objects.
 
-A module that is not imported yet is left alone until it is: an import hook changes it then. So nothing is imported, of torch
-or of gradwire, for names that a program does not use.
+A module that is not imported yet is changed by an import hook when it is. So nothing of torch or gradwire is imported
+for names
+that a program does not use.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ class Patch:
     """A set of replacements that are in place, or will be when their module is imported.
 
     Args:
-        modules: By the full name of a module, a function that gives the new values of its names. It is called when the
-            module is imported, and again if it is reloaded. A package can be given names of its submodules, such as
-            ``"api.f"``: those are changed when all of the package has been imported, and not before.
-        classes: By class, the new values of its names.
+        modules: By the full name of a module, a function that returns new values by name. It is called when the module is
+            imported, and again if it is reloaded. Names of a package may be in submodules, such as ``"api.f"``: those are
+            changed when the whole package has been imported.
+        classes: By class, new values by name.
     """
 
     def __init__(self, modules: Mapping[str, MakeTable], classes: Mapping[type, Table] | None = None) -> None:
         self._makers = modules
         self._lock = threading.RLock()  # guards what follows, and the bindings while they are changed
-        self._undo: list[tuple[Any, str, Any]] = []  # holder, name, what it was before; in the order of the changes
+        self._undo: list[tuple[Any, str, Any]] = []  # holder, name, old value; in the order of the changes
         self._replaced: list[tuple[str, Any, Any]] = []  # name, the old object and the new one
         self._is_undone = False
         self._hook = ImportHook(modules, self._on_imported)
         self._hook.install()
         with contextlib.ExitStack() as undo:
             undo.callback(self.undo)
-            # If another thread is in the middle of importing a module, importlib waits for that.
+            # If another thread is importing a module, importlib waits for it.
             loaded = [importlib.import_module(name) for name in modules if name in sys.modules]
             self._apply({**{module: modules[module.__name__]() for module in loaded}, **(classes or {})})
             undo.pop_all()
@@ -72,11 +73,11 @@ class Patch:
                 for path, new in table.items():
                     owner, name = _owner_of(holder, path)
                     old = _bound(owner, name)
-                    if old is new:  # the hook was here before
+                    if old is new:  # the hook has already run
                         continue
                     if old is not MISSING and isinstance(owner, ModuleType) and has_identity(old):
                         olds[id(old)] = new
-                        self._replaced.append((name, old, new))  # it lives on, so its id stays its own
+                        self._replaced.append((name, old, new))  # it stays alive, so its id is not reused
                     self._set(owner, name, old, new)
             for binding in _bindings_of(olds, ""):
                 self._set(binding.holder, binding.name, binding.bound, binding.wrap(olds[id(binding.value)]))
@@ -86,7 +87,7 @@ class Patch:
         self._undo.append((holder, name, old))
 
     def undo(self) -> None:
-        """Bind every name as it was before. Idempotent."""
+        """Restore every name. Idempotent."""
         self._hook.remove()
         with self._lock:
             self._is_undone = True
@@ -99,7 +100,7 @@ class Patch:
             self._undo_later_bindings()
 
     def _undo_later_bindings(self) -> None:
-        """Bind the old objects in modules of torch that were imported meanwhile, and have bound the new ones."""
+        """Restore the old objects in modules of torch that were imported meanwhile and have bound the new ones."""
         news: dict[int, dict[str, Any]] = {}  # by the id of the new object, the old ones by name
         for name, old, new in self._replaced:
             if has_identity(new):
@@ -118,17 +119,17 @@ def _owner_of(holder: Any, path: str) -> tuple[Any, str]:
 
 
 def _bound(holder: Any, name: str) -> Any:
-    """Return what a name of a module or class is bound to there; what a class inherits does not count."""
+    """Return the value of a name in a module or class itself, without inherited ones."""
     return holder.__name__ if name == "__name__" else vars(holder).get(name, MISSING)
 
 
 def has_identity(value: object) -> bool:
-    """Return whether two names bound to it mean the same thing: so for functions and classes, not for numbers or strings."""
+    """Return whether the identity of a value is meaningful: that of functions and classes is, that of numbers is not."""
     return not isinstance(value, _VALUES)
 
 
 class _Binding(NamedTuple):
-    """One name of a module or class: what is bound to it, and the object that this is or holds."""
+    """One name of a module or class: its value, and the object that the value is or wraps."""
 
     holder: Any
     name: str
@@ -136,14 +137,14 @@ class _Binding(NamedTuple):
     value: Any
 
     def wrap(self, value: Any) -> Any:
-        """Return the value in the form in which the old one is bound."""
+        """Return the value wrapped as the old one was."""
         return value if self.bound is self.value else staticmethod(value)
 
 
 def _bindings_of(ids: Container[int], package: str) -> Iterator[_Binding]:
     """Yield where objects of these ids are bound, in the modules of a package; in all modules if it is empty."""
     for module in list(sys.modules.values()):
-        if not issubclass(type(module), ModuleType) or _is_in(module, _OWN):  # programs put other things there, too
+        if not issubclass(type(module), ModuleType) or _is_in(module, _OWN):  # programs put other objects there, too
             continue
         if package and not _is_in(module, package):
             continue
@@ -155,9 +156,9 @@ def _bindings_of(ids: Container[int], package: str) -> Iterator[_Binding]:
 
 
 def _is_class_of(value: Any, module: ModuleType) -> bool:
-    """Whether a value is a class that the module defines; asked of anything that a program may have."""
+    """Return whether a value, which may be any object of a program, is a class that the module defines."""
     try:
-        return issubclass(type(value), type) and value.__module__ == module.__name__  # no lazy object is woken up
+        return issubclass(type(value), type) and value.__module__ == module.__name__  # does not trigger lazy objects
     except Exception:  # a metaclass may do anything
         return False
 

@@ -1,4 +1,4 @@
-"""torch's legacy profiler across workers: a call made inside a profile is in it, with what the callee did for it.
+"""torch's legacy profiler across workers: a profile includes calls to other workers, with the callee's events.
 
     caller, inside ``with profile()``                    callee
     event "rpc_async#f(a -> b)" begins
@@ -63,7 +63,7 @@ def is_profiling() -> bool:
 
 
 def enter(profile: Any) -> Any:
-    """Do what `profile.__enter__` does, and remember the profile."""
+    """Call `profile.__enter__`, and remember the profile."""
     entered = _enter(profile)
     if profile.enabled:
         _profiles.open.append(_Profile({name: getattr(profile, name) for name in _OPTIONS}))
@@ -71,7 +71,7 @@ def enter(profile: Any) -> Any:
 
 
 def leave(profile: Any, *exception: Any) -> Any:
-    """Do what `profile.__exit__` does, and add what came from other workers."""
+    """Call `profile.__exit__`, and add the events of other workers."""
     remote_events = _profiles.open.pop().remote_events if profile.enabled and _profiles.open else []
     result = _exit(profile, *exception)
     if remote_events:
@@ -126,7 +126,7 @@ class ProfiledCall:
         def on_ended(_: Any) -> None:
             try:
                 rpc.rpc_async(self._to, take_events, (self._ticket,)).add_done_callback(on_events)
-            except Exception:  # the worker is gone, and the answer has that error
+            except Exception:  # the worker is lost, and the answer carries that error
                 finish()
 
         ended = end_event_with(self._event, answer)

@@ -1,7 +1,8 @@
-"""Which names of which torch modules gradwire answers for.
+"""The names of torch modules that gradwire replaces.
 
-A name is listed at the module that people find it in; wherever else the same object is bound (torch's submodules, its C
-modules, programs), `gradwire.compat.patching` finds it. The modules of gradwire behind the names of a torch module are
+A name is listed at its public module; other bindings of the same object (in torch's submodules, C modules, programs)
+are found by
+`gradwire.compat.patching`. The modules of gradwire behind the names of a torch module are
 imported when a program has imported that module.
 """
 
@@ -21,7 +22,7 @@ from gradwire.compat.torch_api import AUTOGRAD_NAMESPACE, RREF_METHODS
 from gradwire.rref import RRef
 
 Sources = Mapping[str, tuple[str, ...]]
-"""By module of gradwire, the names that it has for a torch module; ``"api.f"`` is ``f`` of the submodule ``api``."""
+"""By module of gradwire, the names that it provides for a torch module; ``"api.f"`` is ``f`` of submodule ``api``."""
 
 NAMES: dict[str, Sources] = {
     "torch.distributed.rpc": {
@@ -157,7 +158,7 @@ _OTHER_NAMES = {"_RemoteModule": "RemoteModule"}  # what gradwire calls them
 
 
 def make_patch() -> Patch:
-    """Replace the names of all modules that are imported, and those of others when they are."""
+    """Replace the names of all imported modules, and those of others when they are imported."""
     if distributed_rpc()._is_current_rpc_agent_set():
         raise RuntimeError(
             "torch's own rpc is running in this process; call torch.distributed.rpc.shutdown() before compat.install()"

@@ -1,6 +1,6 @@
-"""Torch's functions and classes where programs rely on more than gradwire's own do: checks, texts, private names.
+"""Torch's functions and classes where programs rely on details that gradwire's own lack: checks, texts, private names.
 
-Everything here has the name that torch has for it; `gradwire.compat.tables` says where. What is not here is gradwire's own.
+Everything here has torch's name for it; `gradwire.compat.tables` lists the modules. All other names are gradwire's own.
 Programs and tests replace some of these functions in `torch.distributed.rpc.api`, so they are looked up there each time.
 """
 
@@ -48,7 +48,7 @@ def _run_users(function: Function, *args: Any, **kwargs: Any) -> Any:
 
 
 class RpcAgent:
-    """What torch's programs ask of an agent."""
+    """The interface of torch's agents."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -69,7 +69,7 @@ class RpcAgent:
         return self._agent.directory.infos()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until no call is under way anywhere, and leave if asked to."""
+        """Wait until no call is running anywhere; with `shutdown`, leave the cluster."""
         rpc._wait_all_workers(timeout)
         if shutdown:
             self.shutdown()
@@ -99,7 +99,7 @@ class RpcAgent:
 
 
 class TensorPipeAgent(RpcAgent):
-    """The agent under the name of torch's default one."""
+    """The agent, under the name of torch's default agent."""
 
     @property
     def is_static_group(self) -> bool:
@@ -113,14 +113,14 @@ class TensorPipeAgent(RpcAgent):
 
 
 class _Instances(type):
-    """What gradwire made counts as an instance."""
+    """Makes `isinstance` accept gradwire's objects."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, GradwireWorkerInfo)
 
 
 class WorkerInfo(metaclass=_Instances):
-    """Makes gradwire's `WorkerInfo`, after a check of the name."""
+    """Creates gradwire's `WorkerInfo`, after a check of the name."""
 
     def __new__(cls, name: str, id: int) -> GradwireWorkerInfo:  # type: ignore[misc]
         check_name(name, _MAX_NAME)
@@ -151,10 +151,10 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """As `gradwire.rpc.init_rpc`, with torch's checks of types, and for backends that others registered.
+    """Call `gradwire.rpc.init_rpc`, with torch's type checks, or a backend that the program registered.
 
     Raises:
-        TypeError: The backend or its options are of another type.
+        TypeError: The backend or its options have the wrong type.
     """
     options = rpc_backend_options
     if backend is not None and not isinstance(backend, BackendType):
@@ -191,12 +191,12 @@ def _init_rpc_backend(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """As `init_rpc`. The store is not used: the workers meet at the address in the options."""
+    """Call `init_rpc`. The store is not used: the workers meet at the address in the options."""
     init_rpc(name, backend, rank, world_size, rpc_backend_options)
 
 
 def _set_and_start_rpc_agent(agent: Any) -> None:
-    """Make an agent the current one; gradwire's own are started already."""
+    """Make an agent the current one; gradwire's own agents are already started."""
     rpc.set_current_agent(agent._agent if isinstance(agent, RpcAgent) else agent)
 
 
@@ -209,10 +209,10 @@ def _delete_all_user_and_unforked_owner_rrefs(timeout: float = rpc.UNSET_RPC_TIM
 
 
 def shutdown(graceful: bool = True, timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """As `gradwire.rpc.shutdown`; steps of it that a program has replaced are taken as they are.
+    """Call `gradwire.rpc.shutdown`, with steps that a program has replaced.
 
     Raises:
-        RRefError: A replaced step left references behind, and that is not to be ignored.
+        RRefError: A replaced step left references behind, and leaks are not ignored.
     """
     api = _api()
     wait, delete = api._wait_all_workers, api._delete_all_user_and_unforked_owner_rrefs
@@ -224,7 +224,7 @@ def shutdown(graceful: bool = True, timeout: float = rpc.DEFAULT_SHUTDOWN_TIMEOU
         _run_users(wait, timeout)
         _run_users(delete)
         leak = None if api._ignore_rref_leak else _find_leak()
-        with contextlib.suppress(RpcError):  # the others look, too, before any worker leaves
+        with contextlib.suppress(RpcError):  # the others check, too, before any worker leaves
             rpc._wait_all_workers(timeout)
         if leak is not None:
             raise leak
@@ -236,7 +236,7 @@ def _find_leak() -> RRefError | None:
     known = rref_context.here()
     held = known.num_held
     holders = ", ".join(f"{name} ({count})" for name, count in known.holders().items())
-    return RRefError(f"Leaking RRefs: {held} values are still referred to, by {holders}") if held else None
+    return RRefError(f"Leaking RRefs: {held} values are still referenced, by {holders}") if held else None
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------------
@@ -249,7 +249,7 @@ def rpc_sync(
     kwargs: dict[str, Any] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """As `gradwire.rpc.rpc_sync`, known to torch's profiler."""
+    """Call `gradwire.rpc.rpc_sync`, with events for torch's profiler."""
     func = _callable(func)
     if is_profiling():
         return _call_profiled("sync", to, func, args, kwargs, timeout).wait()
@@ -263,7 +263,7 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """As `gradwire.rpc.rpc_async`, known to torch's profiler; a worker that cannot be reached fails the future."""
+    """Call `gradwire.rpc.rpc_async`, with events for torch's profiler; an unreachable worker fails the future."""
     func = _callable(func)
     if is_profiling():
         return _call_profiled("async", to, func, args, kwargs, timeout)
@@ -282,7 +282,7 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = rpc.UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """As `gradwire.rpc.remote`, known to torch's profiler."""
+    """Call `gradwire.rpc.remote`, with events for torch's profiler."""
     func = _by_name(func)
     if not is_profiling():
         return rref.remote(to, func, args, kwargs, timeout)
@@ -294,12 +294,12 @@ def remote(
 
 def _callable(function: Function) -> Function:
     if not callable(function):
-        raise TypeError(f"function should be callable, unlike {function!r}")
+        raise TypeError(f"function should be callable, not {function!r}")
     return _by_name(function)
 
 
 def _by_name(function: Function) -> Function:
-    """The function itself; for one of TorchScript, which cannot be sent, another that finds it there by its name."""
+    """Return the function; for one of TorchScript, which cannot be sent, a function that finds it by name."""
     if not isinstance(function, torch.jit.ScriptFunction):
         return function
     return functools.partial(_run_script, qualified_name(function))
@@ -321,7 +321,7 @@ def _call_profiled(
 
 _types: weakref.WeakKeyDictionary[Any, torch.futures.Future[type]] = weakref.WeakKeyDictionary()
 _profiled: weakref.WeakKeyDictionary[Any, torch.futures.Future[Any]] = weakref.WeakKeyDictionary()  # have their events
-# What `RREF_METHODS` takes the place of.
+# The methods that `RREF_METHODS` replaces.
 _gradwire_confirmed_by_owner: Function = RRef.confirmed_by_owner
 _gradwire_get_type: Function = RRef._get_type
 _gradwire_local_value: Function = RRef.local_value
@@ -363,7 +363,7 @@ def _local_value(reference: RRef[Any]) -> Any:
 
 
 def _confirmed_by_owner(reference: RRef[Any]) -> bool:
-    """Whether the owner knows of this reference. torch waits for that before it runs a function; here it is done now."""
+    """Return whether the owner knows this reference. torch waits for that before it runs a function; here it is now."""
     state = reference._state
     if not isinstance(state, Owned) and not state.is_first:
         with contextlib.suppress(RRefError, RpcTimeout):
@@ -373,7 +373,7 @@ def _confirmed_by_owner(reference: RRef[Any]) -> bool:
 
 
 def _get_type(reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """The type of the value, or a future of it; asked for once, in a call that torch's profiler sees."""
+    """Return the type of the value, or a future for it; asked for once, with an event for torch's profiler."""
     state = reference._state
     if isinstance(state, Owned) or (blocking and state.type_ is not None):
         return _gradwire_get_type(reference, timeout, blocking=blocking)
@@ -388,7 +388,7 @@ def _get_type(reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT, bloc
 
 
 def _rref_typeof_on_owner() -> None:
-    """Lends its name to the profiler's event: it is the one that torch's function has."""
+    """Provide the name of the profiler's event, which is that of torch's function."""
 
 
 def _on_type(reference: Callable[[], Any], state: Any, future: torch.futures.Future[type]) -> None:
@@ -399,7 +399,7 @@ def _on_type(reference: Callable[[], Any], state: Any, future: torch.futures.Fut
 
 
 def _remote(reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT) -> Proxy:
-    """``rref.remote()``: torch looks at the value's type first, so that a method it does not have is an error at once."""
+    """Implement ``rref.remote()``: torch checks the value's type first, so that an unknown method fails at once."""
 
     def call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         getattr(_get_type(reference, timeout), name)
@@ -409,7 +409,7 @@ def _remote(reference: RRef[Any], timeout: float = rpc.UNSET_RPC_TIMEOUT) -> Pro
 
 
 def _serialize(reference: RRef[Any]) -> Any:
-    """What another worker needs to make a reference of its own; only inside a message."""
+    """Return the fields for another worker's reference; only inside a message."""
     state = reference._state
     if not isinstance(state, Owned) and state.error is not None:
         raise RRefError(f"Cannot call fork an UserRRef after deletion. It was {reference!r}")
@@ -445,14 +445,14 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 
 def _init(worker_id: int) -> None:
-    """Do nothing: every worker of gradwire has its autograd from the start."""
+    """Do nothing: every worker of gradwire has distributed autograd from the start."""
 
 
 def backward(context_id: Any, roots: Any, retain_graph: bool = False) -> None:
-    """As `gradwire.autograd.backward`, with torch's event for the profiler and its check of types.
+    """Call `gradwire.autograd.backward`, with torch's profiler event and type checks.
 
     Raises:
-        TypeError: An argument is of another type.
+        TypeError: An argument has the wrong type.
     """
     if not isinstance(context_id, int) or not isinstance(roots, Sequence | torch.Tensor):
         raise TypeError(

@@ -1,4 +1,4 @@
-"""The owner's side of `RemoteModule`: operations that handles ask for by name and with plain data, at every trust level."""
+"""The owner's side of `RemoteModule`: operations that handles call by name with plain data, at every trust level."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from gradwire.rref.owner import find_value
 from gradwire.wire.devices import CPU, move_all
 
 PREFIX: Final = "gradwire.nn."
-"""What the names of all operations begin with; the rest is the name of the function here."""
+"""Prefix of the names of all operations; the rest is the name of a function of this module."""
 MAKE: Final = f"{PREFIX}make"
 FORWARD: Final = snapshots.announces_use(f"{PREFIX}forward")
 FORWARD_BY_NAME: Final = snapshots.announces_use(f"{PREFIX}forward_by_name")
@@ -48,8 +48,8 @@ _CHANGES_OF_GRAD = ("to", "type", "zero_grad")
 _CHECKED_KINDS = (bool, dict, str, tuple)
 _FORMS = '"<worker>", "<worker>/<device>", "rank:<rank>" or "rank:<rank>/<device>"'
 
-# What the parameters belong to. First comes the group that calls wait for their turn with; parameters that were guarded
-# before, with other modules or by an optimizer, may belong to others.
+# The groups of the parameters. First comes the group that calls wait for their turn with; parameters that were guarded
+# before, with other modules or by an optimizer, may belong to other groups.
 _groups: weakref.WeakKeyDictionary[nn.Module, tuple[snapshots.Group, ...]] = weakref.WeakKeyDictionary()
 _devices: weakref.WeakKeyDictionary[nn.Module, torch.device] = weakref.WeakKeyDictionary()  # those not on the CPU
 
@@ -62,7 +62,7 @@ def parse_placement(where: To) -> tuple[To, str]:
     if not worker or (slash and not device) or "/" in device:
         raise ConfigurationError(f"Could not parse remote_device: {where}. The valid format is {_FORMS}")
     if not slash and _is_device(worker):
-        raise ConfigurationError(f"{where!r} names a device and no worker. The valid format is {_FORMS}")
+        raise ConfigurationError(f"{where!r} names a device but no worker. The valid format is {_FORMS}")
     kind, _, number = worker.partition(":")
     to: To = int(number) if kind == "rank" and number.isdecimal() else worker
     return to, str(torch.device(device)) if device else ""
@@ -76,11 +76,11 @@ def _is_device(text: str) -> bool:
     return True
 
 
-# -- how operations are called ---------------------------------------------------------------------------------------------
+# -- dispatch of operations ------------------------------------------------------------------------------------------------
 
 
 def _checked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Check arguments, which come from other workers, against annotations: a plain type must be that very type."""
+    """Check arguments, which come from other workers, against annotations: a plain type must match exactly."""
     hints = typing.get_type_hints(function)
     kinds = [(name, _kind_of(hints[name])) for name in inspect.signature(function).parameters]
     if not any(kind in _CHECKED_KINDS for _, kind in kinds):
@@ -125,15 +125,16 @@ def _operation(function: Callable[..., Any]) -> Callable[..., Any]:
 def _find_module(rref_id: int, maker: Any) -> nn.Module:
     found = find_value(rref_id, maker)
     if not isinstance(found, nn.Module):
-        raise RRefError(f"the reference of a RemoteModule must be one to a module, not to a {type(found).__name__}")
+        raise RRefError(f"a RemoteModule needs a reference to a module, not to a {type(found).__name__}")
     return found
 
 
 def _resolve(operation: str, function: Callable[..., Any] | str) -> Callable[..., Any]:
-    """Return what a class or function that came from another worker means here.
+    """Resolve a class or function that another worker sent.
 
-    Where code is trusted, it may be the function itself or ``module:qualname``; else the name of something that the user has
-    exposed. Operations of gradwire itself are not: they would be called with what is here instead of what their caller sent.
+    With ``trust="code"``, it may be the function itself or ``module:qualname``; otherwise the name of something that
+    the user has
+    exposed. Operations of gradwire itself are refused: they would be called with objects of this worker as arguments.
     """
     agent = rref_context.here().agent
     if not isinstance(function, str):
@@ -148,7 +149,7 @@ def _resolve(operation: str, function: Callable[..., Any] | str) -> Callable[...
     return found
 
 
-# -- making and calling ----------------------------------------------------------------------------------------------------
+# -- creating and calling --------------------------------------------------------------------------------------------------
 
 
 @_checked
@@ -165,7 +166,7 @@ def make(
     if not isinstance(module, nn.Module):
         raise ValueError(
             "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
-            f"but {module_cls!r} made a {type(module).__name__}"
+            f"but {module_cls!r} returned a {type(module).__name__}"
         )
     if device:  # otherwise it stays where it was made, which may be on several of them
         module.to(device)
@@ -198,8 +199,8 @@ def _on_its_device(
 ) -> Any:
     """Call a function with its arguments on the module's device.
 
-    Results leave by the CPU, because the caller need not have such a device; unless the caller has a device map, which then
-    says where they arrive.
+    Results are sent from the CPU, because the caller may not have such a device; unless the caller has a device map, which
+    then determines where they arrive.
     """
     device = _devices.get(module)
     if device is None:
@@ -226,7 +227,7 @@ def has_method(module: nn.Module, name: str) -> bool:
 
 
 def _groups_of(module: nn.Module) -> tuple[snapshots.Group, ...]:
-    """How the module's parameters are shared; one that was not made here is found when it is first used."""
+    """Return the groups of the module's parameters; a module that was not created here is added on first use."""
     return _groups.get(module) or _guard(module, "snapshot")
 
 
@@ -260,8 +261,9 @@ class HasRemoteParameters(Protocol):
 def walk_parameters(module: nn.Module, recurse: bool = True, own: NamedParameters | None = None) -> Iterator[Named]:
     """Yield all parameters of a module, each under the first of its names, as torch does.
 
-    Parts on other workers give references to theirs; without this, an optimizer would silently leave them untrained. `own`
-    returns what a part itself has, by name; its parameters if not given.
+    For submodules on other workers it yields references; without this, an optimizer would silently leave them
+    untrained. `own`
+    returns the tensors of a single submodule, by name; by default its parameters.
     """
     if isinstance(module, HasRemoteParameters):
         yield from module.named_remote_parameters(recurse)
@@ -280,14 +282,14 @@ def walk_parameters(module: nn.Module, recurse: bool = True, own: NamedParameter
 
 @_operation
 def parameters(module: nn.Module, recurse: bool) -> list[tuple[str, RRef[Any]]]:
-    """Return references to the module's parameters, by name and in its order; also to those of parts on other workers."""
+    """Return references to the module's parameters, by name and in its order; also of submodules on other workers."""
     found = walk_parameters(module, recurse)
     return [(name, item if isinstance(item, RRef) else RRef(item)) for name, item in found]
 
 
 @_operation
 def values(module: nn.Module, kind: str, recurse: bool) -> list[tuple[str, torch.Tensor]]:
-    """Return copies of parameters or buffers, of one moment between steps, by name."""
+    """Return copies of parameters or buffers, taken at one moment between steps, by name."""
     if kind not in ("parameters", "buffers"):
         raise ConfigurationError(f'{PREFIX}values: kind must be "parameters" or "buffers", not {kind[:100]!r}')
     named = module.named_buffers if kind == "buffers" else module.named_parameters
@@ -302,7 +304,7 @@ def _copy_out(tensor: torch.Tensor) -> torch.Tensor:
 
 @_operation
 def save(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the module's state dict, of one moment between steps, and the versions of its parts."""
+    """Return the module's state dict, taken at one moment between steps, and the versions of its submodules."""
     with snapshots.standing_still(module.parameters()):
         state = module.state_dict()
         copies = {name: _copy_out(item) if isinstance(item, torch.Tensor) else item for name, item in state.items()}
@@ -313,7 +315,7 @@ def save(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 def load(
     module: nn.Module, state: dict[str, Any], metadata: dict[str, Any], assign: bool
 ) -> tuple[list[str], list[str], str]:
-    """Load a state dict; return the keys that are missing, those that are unexpected, and what does not fit."""
+    """Load a state dict; return the missing keys, the unexpected keys, and the errors."""
     for name in state:
         _check_kind(name, str, "load", "a name in the state dict")
     for name, item in metadata.items():
@@ -333,7 +335,7 @@ def load(
 
 @_operation
 def copy(module: nn.Module) -> RRef[nn.Module]:
-    """Copy the module, as it is at one moment between steps; parts of it that are on other workers are copied there.
+    """Copy the module, as it is at one moment between steps; submodules on other workers are copied there.
 
     Contexts share the parameters of the copy as they share those of the module.
     """
@@ -351,18 +353,20 @@ def copy(module: nn.Module) -> RRef[nn.Module]:
 def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Call a method of `nn.Module` that changes the module and returns it."""
     if name not in _CHANGES:
-        raise NotExposed(f"{name!r} is not one of the methods that handles may call unexposed: {', '.join(_CHANGES)}")
-    # A step lends parameters its gradients, which these would clear or convert. The others leave `.grad` alone.
+        raise NotExposed(
+            f"{name!r} is not a method that a RemoteModule may call by name; those are {', '.join(_CHANGES)}"
+        )
+    # A step lends parameters its gradients, which these would clear or convert. The others do not use `.grad`.
     with snapshots.lending_grads(module.parameters()) if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
         getattr(module, name)(*args, **kwargs)
     _note_device(module)
-    snapshots.guard(module.parameters(), _groups_of(module)[0].mode)  # their memory may be elsewhere now
+    snapshots.guard(module.parameters(), _groups_of(module)[0].mode)  # their memory may have moved
 
 
 @_operation
 def apply(module: nn.Module, function: Callable[[nn.Module], Any] | str) -> None:
     resolved = _resolve("apply", function)
-    with snapshots.stepping(module.parameters(), ()):  # it may change what others have seen
+    with snapshots.stepping(module.parameters(), ()):  # it may change values that contexts have seen
         module.apply(resolved)
 
 
@@ -370,7 +374,7 @@ def apply(module: nn.Module, function: Callable[[nn.Module], Any] | str) -> None
 def hook(module: nn.Module, kind: HookKind, function: Callable[..., Any] | str, options: dict[str, Any]) -> Any:
     """Register a hook of the module here; return a reference to its handle."""
     if kind not in _HOOK_TABLES:
-        raise ConfigurationError(f"no hooks of kind {kind!r}; there are {', '.join(_HOOK_TABLES)}")
+        raise ConfigurationError(f"unknown kind of hook {kind!r}; use one of {', '.join(_HOOK_TABLES)}")
     resolved = _resolve("hook", function)
     if len(getattr(module, _HOOK_TABLES[kind])) >= _MOST_HOOKS:
         raise LimitExceeded(f"the module has {_MOST_HOOKS} {kind} hooks; remove those that are no longer needed")
@@ -380,7 +384,7 @@ def hook(module: nn.Module, kind: HookKind, function: Callable[..., Any] | str, 
 def unhook(rref_id: int, maker: Any) -> None:
     handle = find_value(rref_id, maker)
     if not isinstance(handle, torch.utils.hooks.RemovableHandle):
-        raise ConfigurationError(f"not the handle of a hook, but a {type(handle).__name__}")
+        raise ConfigurationError(f"expected the handle of a hook, not a {type(handle).__name__}")
     handle.remove()
 
 

@@ -1,10 +1,10 @@
-"""`RemoteModule`: a module on another worker, used like one that is here.
+"""`RemoteModule`: a module on another worker, used like a local one.
 
     here                                            owner
     RemoteModule.forward(x)  -- gradwire.nn.forward(id, x) -->  module(x)
                              <------------- result -----------
 
-A handle knows its module by a reference (`RRef`) and nothing else, so any number of workers may have handles on one module.
+A handle holds only a reference (`RRef`) to its module, so any number of workers may have handles on one module.
 It is an `nn.Module` without parameters of its own: hooks registered on it run here, and everything that belongs to the
 module itself (parameters, buffers, mode, hooks registered with `register_owner_hook`) is asked of the owner.
 """
@@ -49,7 +49,7 @@ _LABEL_BYTES = 256
 def _unsupported(name: str) -> Any:
     def method(self: RemoteModule, *args: Any, **kwargs: Any) -> Any:
         raise ConfigurationError(
-            f"Method ``{name}`` not supported for RemoteModule. Call it on the owner, in a function"
+            f"Method ``{name}`` not supported for RemoteModule. Call it inside a function that runs on the owner"
         )
 
     method.__doc__ = "Raise `ConfigurationError`: a handle has no parameters, buffers or parts of its own."
@@ -57,17 +57,18 @@ def _unsupported(name: str) -> Any:
 
 
 class RemoteModule(nn.Module):
-    """A module that is made on a worker and stays there; calling it here runs it there.
+    """Create a module on another worker, where it stays; calling the handle runs the module there.
 
     Args:
-        remote_device: Where: ``"worker"``, ``"worker/cuda:0"``, ``"rank:1"`` or ``"rank:1/cpu"``; or a rank or `WorkerInfo`.
-            The module is moved to the device; without one it stays where `module_cls` makes it. Tensors in arguments are
-            moved to its device. Those in results come back by the caller's device map for that worker, or to the CPU where
-            there is none.
+        remote_device: ``"worker"``, ``"worker/cuda:0"``, ``"rank:1"``, ``"rank:1/cpu"``, a rank or a `WorkerInfo`. The
+            module is moved to the device; without one it stays where `module_cls` creates it. Tensors in arguments are
+            moved to its device. Tensors in results follow the caller's device map for that worker, or arrive on the CPU
+            if there is none.
         module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        concurrency: How contexts share the parameters; see `gradwire.params.snapshots`. ``"snapshot"``: each has exact
+        args: Arguments of `module_cls`.
+        kwargs: Keyword arguments of `module_cls`.
+        concurrency: How contexts share the parameters; see `gradwire.params.snapshots`. ``"snapshot"``: each context
+            gets exact
             gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: not exact.
 
     Attributes:
@@ -77,10 +78,10 @@ class RemoteModule(nn.Module):
         module_rref: The reference to the module.
 
     Raises:
-        ConfigurationError: The placement or the kind of sharing cannot be understood.
+        ConfigurationError: `remote_device` or `concurrency` is not valid.
         NotInitialized: This process is not a worker.
         UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
-        Exception: What making the module raises there.
+        Exception: The exception that `module_cls` raised on the owner.
     """
 
     is_scriptable = False
@@ -102,9 +103,9 @@ class RemoteModule(nn.Module):
         snapshots.check_mode(concurrency)
         to, device = module_owner.parse_placement(remote_device)
         sent = _sendable(module_cls)
-        with torch.no_grad():  # making it has no part in any graph
+        with torch.no_grad():  # creating it is not part of any graph
             rref = remote(to, module_owner.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
-            # Waited for: what its constructor raises is raised here, and two of them do not draw from one random state.
+            # Wait for it: errors of its constructor are raised here, and two constructors do not share the random state.
             rref._ask(f"{module_owner.PREFIX}has_method", ("forward",), UNSET_RPC_TIMEOUT)
         self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
 
@@ -120,21 +121,21 @@ class RemoteModule(nn.Module):
 
     @staticmethod
     def init_from_module_rref(remote_device: To, module_rref: RRef[Any]) -> RemoteModule:
-        """Return another handle on a module that there is a reference to.
+        """Return another handle on the module of a reference.
 
         Args:
-            remote_device: Where the module is, as in the constructor; the reference knows the worker, too, and counts.
+            remote_device: Placement of the module, as in the constructor; the worker is taken from the reference.
             module_rref: The reference.
 
         Raises:
-            ConfigurationError: The placement cannot be understood.
+            ConfigurationError: `remote_device` is not valid.
         """
         made = RemoteModule.__new__(RemoteModule)
         made._attach(module_rref.owner_name(), module_owner.parse_placement(remote_device)[1], module_rref, "")
         return made
 
     def _ask(self, operation: str, *args: Any) -> Any:
-        """Have the owner do something that has no part in any graph."""
+        """Call an operation of the owner that is not part of any graph."""
         with torch.no_grad():
             return self.module_rref._ask(module_owner.PREFIX + operation, args, UNSET_RPC_TIMEOUT)
 
@@ -145,27 +146,27 @@ class RemoteModule(nn.Module):
 
         Raises:
             OwnerLost: The owner is gone.
-            RpcTimeout: It took longer than a call may.
-            Exception: What the module raised.
+            RpcTimeout: The call timed out.
+            Exception: The exception that the module raised.
         """
         return self._call(*self._forward_call(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """Start the module on its owner and return a future of the result."""
+        """Start the module on its owner and return a future for the result."""
         return self._start(*self._forward_call(args, kwargs))
 
     def _forward_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:
-        """Return the operation and its arguments, as flat as they can be: packing them is most of the cost."""
+        """Return the operation and its arguments, as flat as possible: packing them is most of the cost."""
         if kwargs or self.is_device_map_set:
             return module_owner.FORWARD_BY_NAME, (args, kwargs, self.is_device_map_set)
         return module_owner.FORWARD, args
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """``module.rpc_sync().method(*args)`` calls any method of the module on its owner and returns the result."""
+        """Return a proxy: ``module.rpc_sync().method(*args)`` calls a method on the owner and returns the result."""
         return Proxy(lambda *call: self._call(module_owner.INVOKE, (*call, self.is_device_map_set), timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """``module.rpc_async().method(*args)`` does so, too, and returns a future."""
+        """Return a proxy: ``module.rpc_async().method(*args)`` calls a method on the owner and returns a future."""
         return Proxy(lambda *call: self._start(module_owner.INVOKE, (*call, self.is_device_map_set), timeout))
 
     def _call(self, function: str, args: Sequence[Any], timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -183,7 +184,7 @@ class RemoteModule(nn.Module):
         return f"{self._label or 'a RemoteModule'} on {self.module_rref.owner_name()}"
 
     def __getattr__(self, name: str) -> Any:
-        """A method that the module has and `nn.Module` has not: calling it calls it on the owner."""
+        """Return a function that calls a method of the module, which `nn.Module` does not have, on the owner."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -206,7 +207,7 @@ class RemoteModule(nn.Module):
         """Return references to the parameters with their names, in the module's order.
 
         Args:
-            recurse: Those of its parts, too, also if these are remote modules themselves.
+            recurse: Include the parameters of submodules, also of those that are remote modules.
         """
         found: list[tuple[str, RRef[nn.Parameter]]] = self._ask("parameters", recurse)
         return found
@@ -215,31 +216,32 @@ class RemoteModule(nn.Module):
         """Return references to the parameters, in the module's order, for an optimizer.
 
         Args:
-            recurse: Those of its parts, too, also if these are remote modules themselves.
+            recurse: Include the parameters of submodules, also of those that are remote modules.
         """
         return [rref for _, rref in self.named_remote_parameters(recurse)]
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Raise `ConfigurationError`, which is a `ValueError`: an optimizer on copies would train nothing."""
         raise ConfigurationError(
-            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead. "
-            "named_parameters() gives copies to look at"
+            "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead, or pass "
+            "the module itself: DistributedOptimizer(torch.optim.SGD, [module], lr=0.1). named_parameters() returns "
+            "copies"
         )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return copies of the parameters, to look at: changing them changes nothing on the owner."""
+        """Return copies of the parameters: changing them does not change those on the owner."""
         return iter(self._values("parameters", prefix, recurse))
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return copies of the buffers, to look at."""
+        """Return copies of the buffers."""
         return iter(self._values("buffers", prefix, recurse))
 
     def buffers(self, recurse: bool = True) -> Iterator[torch.Tensor]:
-        """Return copies of the buffers, to look at."""
+        """Return copies of the buffers."""
         return (value for _, value in self._values("buffers", "", recurse))
 
     def _values(self, kind: str, prefix: str, recurse: bool) -> list[tuple[str, Any]]:
@@ -251,10 +253,10 @@ class RemoteModule(nn.Module):
     add_module = _unsupported("add_module")
     share_memory = _unsupported("share_memory")
 
-    # -- its state ----------------------------------------------------------------------------------------------------
+    # -- state --------------------------------------------------------------------------------------------------------
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        """Add the module's state; `state_dict` calls it, also that of an outer module."""
+        """Add the module's state; called by `state_dict`, also that of an outer module."""
         state, metadata = self._ask("save")
         destination.update((prefix + name, value) for name, value in state.items())
         known = getattr(destination, "_metadata", None)
@@ -271,7 +273,7 @@ class RemoteModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """Send the module its part of a state; `load_state_dict` calls it, also that of an outer module."""
+        """Send the module its part of a state; called by `load_state_dict`, also that of an outer module."""
         mine = {name[len(prefix) :]: value for name, value in state_dict.items() if name.startswith(prefix)}
         metadata = getattr(state_dict, "_metadata", None) if not prefix else None
         versions = metadata or {"": {"version": local_metadata.get("version")}}
@@ -283,24 +285,24 @@ class RemoteModule(nn.Module):
         if error:
             error_msgs.append(f"on worker {self.module_rref.owner_name()}: {error}")
 
-    # -- changing it --------------------------------------------------------------------------------------------------
+    # -- changes ------------------------------------------------------------------------------------------------------
 
     def train(self: Self, mode: bool = True) -> Self:
-        """Set the mode there and here; `eval` and the mode of an outer module come here, too."""
+        """Set the mode of the module and of this handle; `eval` and an outer module's `train` call this, too."""
         self._change("train", mode)
         self.training = mode
         return self
 
     def to(self: Self, *args: Any, **kwargs: Any) -> Self:
-        """Move or convert the module on its owner. Arguments as in `nn.Module.to`; the device is one of the owner's."""
+        """Move or convert the module on its owner. Arguments as for `nn.Module.to`; the device is a device of the owner."""
         return self._change("to", *args, **kwargs)
 
     def cpu(self: Self) -> Self:
-        """As ``to("cpu")``."""
+        """Call ``to("cpu")``."""
         return self.to("cpu")
 
     def cuda(self: Self, device: Any = None) -> Self:
-        """As ``to("cuda")``."""
+        """Call ``to("cuda")``."""
         return self.to(
             "cuda" if device is None else torch.device("cuda", device) if isinstance(device, int) else device
         )
@@ -310,31 +312,31 @@ class RemoteModule(nn.Module):
         return self._change("type", dst_type)
 
     def float(self: Self) -> Self:
-        """As ``to(torch.float32)``."""
+        """Call ``to(torch.float32)``."""
         return self.to(torch.float32)
 
     def double(self: Self) -> Self:
-        """As ``to(torch.float64)``."""
+        """Call ``to(torch.float64)``."""
         return self.to(torch.float64)
 
     def half(self: Self) -> Self:
-        """As ``to(torch.float16)``."""
+        """Call ``to(torch.float16)``."""
         return self.to(torch.float16)
 
     def bfloat16(self: Self) -> Self:
-        """As ``to(torch.bfloat16)``."""
+        """Call ``to(torch.bfloat16)``."""
         return self.to(torch.bfloat16)
 
     def requires_grad_(self: Self, requires_grad: bool = True) -> Self:
-        """Set whether the parameters get gradients."""
+        """Set ``requires_grad`` of all parameters."""
         return self._change("requires_grad_", requires_grad)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of the parameters; gradients of contexts are not there, and stay."""
+        """Clear ``.grad`` of the parameters. Gradients in contexts are kept."""
         self._change("zero_grad", set_to_none)
 
     def apply(self: Self, fn: Callable[[nn.Module], Any] | str) -> Self:
-        """Call a function on the owner, with every part of the module and then the module itself.
+        """Call a function on the owner with every submodule and then the module itself.
 
         Args:
             fn: The function; with ``trust="data"`` an exposed one, or its exposed name.
@@ -345,14 +347,14 @@ class RemoteModule(nn.Module):
     def register_owner_hook(
         self, kind: module_owner.HookKind, hook: Callable[..., Any] | str, **options: Any
     ) -> OwnerHook:
-        """Register a hook that runs on the owner, whichever worker calls the module.
+        """Register a hook that runs on the owner, for calls from any worker.
 
-        Hooks of the usual names (`register_forward_hook`...) are registered here and run here, for calls of this handle.
+        The usual methods (`register_forward_hook`...) register hooks that run here, for calls of this handle.
 
         Args:
             kind: ``"forward_pre"``, ``"forward"``, ``"full_backward_pre"`` or ``"full_backward"``.
-            hook: As `nn.Module` takes it; it travels to the owner. With ``trust="data"``, an exposed one or its name.
-            **options: Of `nn.Module`'s method, for example ``prepend=True``.
+            hook: A hook as for `nn.Module`, which is sent to the owner. With ``trust="data"``, an exposed one or its name.
+            **options: Options of `nn.Module`'s method, for example ``prepend=True``.
         """
         return OwnerHook(self._ask("hook", kind, _sendable(hook), options))
 
@@ -361,29 +363,29 @@ class RemoteModule(nn.Module):
         return self
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
-        """Do nothing: `to` and `double` of an outer module call this, and this one is on another worker."""
+        """Do nothing: an outer module's `to` and `double` call this, but the module is on another worker."""
         return self
 
-    # -- how it is shown, copied and sent -----------------------------------------------------------------------------
+    # -- repr, copies and pickling ------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
         return f"RemoteModule({self.extra_repr()})"
 
     def extra_repr(self) -> str:
-        """Return the class, the worker and what the reference says."""
+        """Return the class, the worker and the reference as text."""
         label, mode = self._label or "module", "training" if self.training else "eval"
         return f"{label} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
 
     def __copy__(self: Self) -> Self:
-        """Return another handle on the same module; it shares the hooks that are here, as copies of modules do."""
+        """Return another handle on the same module, which shares the local hooks, as copies of modules do."""
         made = type(self).__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
     def __deepcopy__(self: Self, memo: dict[Any, Any]) -> Self:
-        """Copy the module on its owner, and return a handle on the copy, with copies of the hooks that are here.
+        """Copy the module on its owner, and return a handle on the copy, with copies of the local hooks.
 
-        Handles on one module that are copied together are handles on one copy.
+        Handles on the same module that are copied together become handles on the same copy.
         """
         made = type(self).__new__(type(self))
         memo[id(self)] = made
@@ -399,8 +401,9 @@ class RemoteModule(nn.Module):
         transfer = codec.transfers.outgoing
         if transfer is None or transfer.tracker is None:
             raise RRefError(
-                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass it in "
-                "the arguments of a call. Its state_dict() can be saved, and init_from_module_rref makes another handle"
+                "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC: pass "
+                "it in the arguments of a call. Its state_dict() can be saved, and init_from_module_rref creates "
+                "another handle"
             )
         return _rebuild, (self._pack(),)
 
@@ -412,7 +415,7 @@ def _rebuild(fields: Sequence[Any]) -> RemoteModule:
     on, device, rref, label, training = fields
     kinds = [type(on) in (str, int), type(device) is str, type(label) is str, type(training) is bool]
     if not (isinstance(rref, RRef) and all(kinds)):
-        raise ValueError("not a remote module")
+        raise ValueError("not the fields of a RemoteModule")
     made = RemoteModule.__new__(RemoteModule)
     made._attach(on, str(torch.device(device)), rref, clean(label, _LABEL_BYTES))
     made.training = training
@@ -426,7 +429,7 @@ class OwnerHook:
     """A hook on the owner of a module; like torch's handles, it can be removed and used in a ``with`` block.
 
     Args:
-        handle: Reference to the handle there.
+        handle: Reference to the handle on the owner.
     """
 
     def __init__(self, handle: RRef[Any]) -> None:
@@ -436,7 +439,7 @@ class OwnerHook:
         return f"<OwnerHook {'removed' if self._handle is None else f'on {self._handle.owner_name()}'}>"
 
     def remove(self) -> None:
-        """Take the hook away. May be called again."""
+        """Remove the hook. May be called again."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with torch.no_grad():
@@ -454,18 +457,19 @@ def _call_method(module: RemoteModule, name: str, /, *args: Any, **kwargs: Any) 
 
 
 def _sendable(function: Callable[..., Any] | str) -> Callable[..., Any] | str:
-    """Return what names a function or class to the owner: with ``trust="data"`` its exposed name."""
+    """Return a function or class in a form that can be sent: with ``trust="data"``, its exposed name."""
     if isinstance(function, str) or rref_context.here().agent.trust == "code":
         return function
     name = exposed_name(function)
     if name is None:
         raise ConfigurationError(
-            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or name it'
+            f'trust="data": {function!r} cannot be sent; mark it with @gradwire.rpc.expose on both workers, or pass its name'
         )
     return name
 
 
-# -- warnings: the user trains something, and the parameters on the owner have no part in it --------------------------------
+# -- warnings: the user trains something without the parameters on the owner
+# ----------------------------------------------------------------------
 
 _PACKAGES = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, os.path.dirname(__file__)))
 _takers: set[CodeType] = set()  # functions that read parameters for an optimizer
@@ -481,35 +485,35 @@ takes_parameters(torch.optim.Optimizer.add_param_group)
 
 
 class _NoParameters(dict[str, Any]):
-    """The empty table of parameters of a handle, which warns if an optimizer looks for some."""
+    """The empty parameter table of a handle, which warns if an optimizer reads it."""
 
     def __init__(self, module: str) -> None:
         super().__init__()
         self._module = module
 
     def items(self) -> Any:
-        """Return nothing; that is what the `parameters` of an outer module ask for."""
+        """Return no items; called by `parameters` of an outer module."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code not in _takers:
             frame = frame.f_back
         if frame is not None:
             warn_user(
-                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer module's "
-                f"parameters() does not have them. Pass the outer module itself to an optimizer that finds them everywhere: "
-                f"gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this optimizer is not to train "
-                f"them, pass it the parameters of the other parts only",
+                f"the parameters of {self._module} will not be trained: they live on that worker, and an outer "
+                f"module's parameters() does not include them. Pass the outer module itself to an optimizer that finds "
+                f"them on every worker: gradwire.optim.DistributedOptimizer(torch.optim.SGD, [outer], lr=...). If this "
+                f"optimizer should not train them, pass it only the parameters of the other submodules",
                 frame,
             )
         return super().items()
 
 
 def _is_unrecorded() -> bool:
-    """Whether a call made now has no part in a distributed backward, although gradients are wanted."""
+    """Return whether a call made now is not recorded although grad mode is on."""
     return torch.is_grad_enabled() and not current_context_id()
 
 
 def _warn_when_differentiated(result: Any, module: str) -> Any:
-    """Let tensors that a module has returned outside of a context warn when a backward pass ends at them."""
+    """Make tensors that a module returned outside of a context warn when a backward pass stops at them."""
     if isinstance(result, torch.Tensor):
         if result.requires_grad and result.is_leaf:
             result.register_hook(functools.partial(_on_end_of_backward, module))  # type: ignore[no-untyped-call]
@@ -526,15 +530,16 @@ def _watch_result(done: torch.futures.Future[Any], title: str) -> None:
 
 def _on_end_of_backward(module: str, gradient: torch.Tensor) -> None:
     warn_user(
-        f"backward ends at what {module} returned outside of a context: no gradient goes to that worker, and its "
-        f"parameters are not trained. Call the module inside of `with gradwire.autograd.context() as ctx:`, and there "
-        f"ctx.backward(loss) instead of loss.backward(). If it is not to be trained, detach() its result",
+        f"backward stops at the result of {module}, which was called outside of a context: no gradient reaches that "
+        f"worker, and its parameters are not trained. Call the module inside `with gradwire.autograd.context() as "
+        f"ctx:`, and call ctx.backward(loss) there instead of loss.backward(). If it should not be trained, detach() "
+        f"its result",
         sys._getframe(1),
     )
 
 
 def warn_user(text: str, frame: FrameType | None) -> None:
-    """Warn of a line of the user's code: the innermost one that led to the frame, outside of torch and gradwire."""
+    """Warn at a line of the user's code: the innermost one outside of torch and gradwire that led to the frame."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     if frame is None:  # in a thread of torch's engine

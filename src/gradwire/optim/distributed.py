@@ -1,12 +1,12 @@
 """`DistributedOptimizer`: one optimizer for parameters that live on many workers.
 
-    driver                                   each owner, side by side
+    driver                                   each owner, in parallel
     DistributedOptimizer(...)   -- make -->   LocalOptimizer: a torch optimizer for its parameters
-    backward(ctx, loss)                       gradients gather in the context
+    backward(ctx, loss)                       gradients accumulate in the context
     step(ctx)                   -- step -->   its torch optimizer steps with the context's gradients
 
 A step is one message to each owner: ids, and the options that have changed. The class is a `torch.optim.Optimizer`, so
-learning-rate schedulers work on it as they are.
+learning-rate schedulers work with it unchanged.
 """
 
 from __future__ import annotations
@@ -53,23 +53,23 @@ _SHOWN_PROBLEMS = 10  # in an error
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
-    """Steps parameters on whatever workers they live, with the gradients of autograd contexts.
+    """Steps parameters on the workers that own them, with the gradients of autograd contexts.
 
     Args:
-        optimizer_class: A class of `torch.optim`, or one that behaves like those; not LBFGS.
+        optimizer_class: A class of `torch.optim`, or one with the same interface; not LBFGS.
         params_rref: References to parameters, remote or local modules, local parameters, ``(name, reference)`` pairs, or
-            groups of these: ``{"params": [...], "lr": 0.1}``. Sharded tensors of RPC workers are parameters, too: each of
-            their parts is stepped by its owner.
+            groups of these: ``{"params": [...], "lr": 0.1}``. Sharded tensors of RPC workers are
+            parameters, too: each shard is stepped by its owner.
         args: More arguments for the class.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments for the class.
 
     Attributes:
-        param_groups: Options of the groups, with references and names; what is changed here takes effect with the next step.
-        is_functional_optim: Always False; for programs written for PyTorch.
+        param_groups: Options of the groups, with references and names; changes take effect with the next step.
+        is_functional_optim: Always False; for compatibility with PyTorch.
 
     Raises:
         ConfigurationError: An argument is wrong.
-        OptimizerNotMade: An owner could not make its part, or is gone.
+        OptimizerNotMade: An owner could not create its part, or is lost.
     """
 
     is_functional_optim = False
@@ -84,51 +84,52 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._unfinished: dict[tuple[int, ...], int] = {}  # steps that failed somewhere, by their contexts
         self._edits = EditLog(is_over)
         self._sharded: list[ShardedParameter] = []
-        self._parts: dict[str, PartOf] = {}  # what parameters are parts of, by name
-        self._is_made = False  # until then, `add_param_group` is called by the base class
+        self._parts: dict[str, PartOf] = {}  # the sharded parameter of each shard, by name
+        self._is_made = False  # until then, the base class calls `add_param_group`
         super().__init__(*self._place(self._reader.read_all(params_rref), 0))
         self._is_made = True
 
     def __reduce__(self) -> Any:
         raise OptimizerError(
-            "a DistributedOptimizer stays on the worker that made it, which alone knows what the owners were told. To step "
-            "elsewhere, send the modules or references and make another one there; to save it, use state_dict()"
+            "a DistributedOptimizer cannot leave the worker that created it. To step elsewhere, send the modules or "
+            "references and create another one there; to save it, use state_dict()"
         )
 
     # -- owners and groups ---------------------------------------------------------------------------------------------
 
     @property
     def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
-        """What the owners do for this optimizer, by reference."""
+        """References to the owners' parts of this optimizer."""
         return [owner.optimizer for owner in self._owners.values()]
 
     def named_parameters(self) -> list[Named]:
-        """Return all parameters in order, by names of which no two are the same; of sharded ones, the parts."""
+        """Return all parameters in order, with unique names; for sharded ones, their shards."""
         return [
             entry for group in self.param_groups for entry in zip(group["param_names"], group["params"], strict=True)
         ]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, also of workers that had none so far.
+        """Add a group of parameters, which may be on new workers.
 
         Args:
             param_group: ``{"params": [...], "lr": 0.1}``; parameters as in the constructor.
 
         Raises:
-            ConfigurationError: It is not a group, or something in it is not a parameter.
-            OptimizerNotMade: An owner could not add its part; no owner has.
+            ConfigurationError: It is not a group, or contains something that is not a parameter.
+            OptimizerNotMade: An owner could not add its part; nothing was added on any owner.
         """
         if self._is_made:
             reader = self._reader.copy()
             (param_group,), _ = self._place([reader.read(param_group)], len(self.param_groups))
-            self._reader = reader  # only now: names of a group that could not be added are free again
+            self._reader = reader  # only now, so that names of a group that failed stay free
         self._log.add(options_of(param_group))
         self.param_groups.append(param_group)
 
     def _place(self, groups: Sequence[Group], first: int) -> tuple[list[dict[str, Any]], Options]:
-        """Have all owners make their parts of new groups, whose numbers begin with ``first``, side by side.
+        """Let all owners create their parts of new groups in parallel; group numbers start at ``first``.
 
-        Return the groups as `torch.optim.Optimizer` has them, and the defaults of the owners' optimizers.
+        Returns:
+            The groups in the form of `torch.optim.Optimizer`, and the defaults of the owners' optimizers.
         """
         problem = whole_matrix_problem(self._optimizer_class) if any(group.parts for group in groups) else None
         if problem:
@@ -140,7 +141,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             ]
             for name, owned in by_owner(groups).items()
         }
-        # Torch's classes go by name; others are sent themselves, which needs trust in code.
+        # Torch's classes are sent by name; others are pickled, which needs trust="code".
         name, found = self._optimizer_class.__name__, self._optimizer_class
         sent = name if getattr(torch.optim, name, None) is found else found
         made: dict[str, Owner] = {}
@@ -158,7 +159,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         if answers.failed:
             grown = [owner for owner in old if owner.name in answers.values]
             ask_all(grown, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
-            text = f"{name} could not be made on every worker that owns parameters: {answers.explain()}"
+            text = f"{name} could not be created on every worker that owns parameters: {answers.explain()}"
             raise OptimizerNotMade(text, answers.failed) from answers.first_failure
         self._owners.update(made)
         defaults: Options = {}
@@ -183,30 +184,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     # -- steps ---------------------------------------------------------------------------------------------------------
 
-    @interruptible  # hooks of the user run in torch's wrapper; `_step` itself is not to be interrupted
+    @interruptible  # user hooks run in torch's wrapper; `_step` itself must not be interrupted
     def step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient in a context, or in several: then gradients are added up.
+        """Step every parameter that has a gradient in a context; gradients of several contexts are added up.
 
-        Parameters without a gradient there are untouched, and ``.grad`` is neither used nor changed; if none has one, there
-        is a warning. If it fails on some workers, the gradients are kept: call it again with the same contexts, and those
-        that have stepped do not step again.
+        Parameters without a gradient do not change, and ``.grad`` is neither used nor changed; if no parameter has a
+        gradient,
+        there is a warning. If the step fails on some workers, the gradients are kept: call it again with the same contexts,
+        and workers that have stepped do not step again.
 
         Args:
-            context_id: What `gradwire.autograd.context` gave, or several of these.
-            timeout: Seconds that each owner may take.
+            context_id: The id that `gradwire.autograd.context` returned, or a list of such ids.
+            timeout: Seconds until the step of an owner fails.
 
         Raises:
             UnknownContext: A context was released, or never existed here.
-            OptimizerStepFailed: Some owners did not step; it lists those that did.
-            OptimizerError: A sharded parameter was resharded since the optimizer was made.
+            OptimizerStepFailed: Some owners did not step; the error lists those that did.
+            OptimizerError: A sharded parameter was resharded since the optimizer was created.
         """
-        # In a class that has a step of its own, and calls this one, torch has put its wrapper around that.
+        # In a subclass that overrides step and calls this one, torch has wrapped the override.
         if type(self).step is DistributedOptimizer.step and is_watched(self):
             self._step_watched(context_id, **({} if timeout == UNSET_RPC_TIMEOUT else {"timeout": timeout}))
         else:
             self._step(context_id, timeout=timeout)
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch need not put its wrapper around it: see `_step_watched`
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not wrap it: see `_step_watched`
 
     def _step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         contexts = check_contexts(context_id)
@@ -229,17 +231,18 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 self._owners[name].is_behind = False
                 told.add(self._owners[name].rank)
         finally:
-            if not waiting <= told:  # some may not have heard of the commit
+            if not waiting <= told:  # some may not know of the commit
                 engine.owe_commit(contexts[0], pass_id, waiting - told)
         if answers.failed:
             stepped = tuple(answers.values)
             text = (
                 f"the optimizer did not step on every worker. Stepped: {', '.join(stepped) or 'none'}. "
-                f"Failed: {answers.explain()}. Call step again with the same contexts to repeat it for those that failed"
+                f"Failed: {answers.explain()}. Call step again with the same contexts to repeat it for those that "
+                f"failed"
             )
             raise OptimizerStepFailed(text, stepped, answers.failed) from answers.first_failure
         self._unfinished.pop(contexts, None)
-        self._edits.drop(contexts)  # not before: a repeated step needs them
+        self._edits.drop(contexts)  # only now: a repeated step needs them
         if not any(answers.values.values()):
             self._warn_of_no_gradients(len(contexts))
 
@@ -248,38 +251,38 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step_args(
         self, step_id: int, contexts: tuple[int, ...], edits: Sequence[Edit], pass_id: int, ranks: Collection[int]
     ) -> ArgsFor:
-        """What each owner is told; until it has answered, it may have missed the changes."""
+        """Return the arguments for each owner; until it has answered, it may have missed the changes."""
         changes = self._log.changes(self.param_groups)
         behind = [owner.name for owner in self._owners.values() if owner.is_behind]
         if changes:
             for owner in self._owners.values():
-                owner.is_behind = True  # before the changes count as told: however the step ends, they are told again
+                owner.is_behind = True  # before the changes are noted: if the step fails, they are sent again
             self._log.note(changes)
 
         def args_for(owner: Owner) -> Sequence[Any]:
             options = self._log.everything() if owner.name in behind else changes
             args = [step_id, contexts, pass_id if pass_id and owner.rank in ranks else 0, options, edits]
-            while not args[-1]:  # what is not there need not be told
+            while not args[-1]:  # empty arguments need not be sent
                 args.pop()
             return args
 
         return args_for
 
     def _warn_of_no_gradients(self, num_contexts: int) -> None:
-        """A step that changes nothing is rarely what was meant, and shows only as a loss that stays as it is.
+        """Warn of a step without gradients, which is rarely intended and shows only as a loss that does not change.
 
-        The text has no number of a context, so that Python shows it once for a loop and not with every step.
+        The text has no context id, so that Python shows it once in a loop and not in every step.
         """
         where = "the context" if num_contexts == 1 else f"any of the {num_contexts} contexts"
         warn_user(
-            f"step changed nothing: of the {len(self.named_parameters())} parameters (on {', '.join(self._owners)}), none "
-            f"has a gradient in {where}. Check that backward was called with this context (not loss.backward()), "
-            f"that the forward calls were made inside of it, and that the loss depends on these parameters",
+            f"step changed nothing: of the {len(self.named_parameters())} parameters (on {', '.join(self._owners)}), "
+            f"none has a gradient in {where}. Check that backward was called with this context (not loss.backward()), "
+            f"that the forward calls were made inside it, and that the loss depends on these parameters",
             sys._getframe(1),
         )
 
     def _forget_unfinished(self) -> None:
-        for known in list(self._unfinished):  # other threads step with contexts of theirs meanwhile
+        for known in list(self._unfinished):  # other threads step with their own contexts meanwhile
             if any(is_over(item) for item in known):
                 self._unfinished.pop(known, None)
 
@@ -290,31 +293,31 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # -- gradients -----------------------------------------------------------------------------------------------------
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear ``.grad`` of all parameters, where they are. Gradients in contexts are kept: they end with the context.
+        """Clear ``.grad`` of all parameters on their owners. Gradients in contexts are kept until the context ends.
 
         Raises:
-            OptimizerError: Some owners did not.
+            OptimizerError: The operation failed on some owners.
         """
         self._ask("zero_grad", lambda _: (bool(set_to_none),))
 
     def clip_grad_norm_(
         self, context_id: Contexts, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Scale the gradients of contexts so that the norm of all of them together, on all owners, is at most that.
+        """Scale the gradients of contexts so that their total norm, over all owners, is at most `max_norm`.
 
-        One round trip for the norms; the scaling goes along with the next step of the same contexts, and ends with it.
+        It takes one round trip for the norms; the scaling itself is part of the next step with the same contexts.
 
         Args:
             context_id: As for `step`; gradients of several contexts are added up first.
-            max_norm: The limit.
+            max_norm: Upper limit of the norm.
             norm_type: 2 for the Euclidean norm; ``inf`` for the largest magnitude.
-            error_if_nonfinite: Raise if the norm is infinite or not a number; nothing is scaled then.
+            error_if_nonfinite: Raise if the norm is infinite or NaN; nothing is scaled then.
 
         Returns:
-            The norm before.
+            The norm before clipping.
 
         Raises:
-            OptimizerError: The norm is not finite, and that is an error; or an owner did not answer.
+            OptimizerError: The norm is not finite and `error_if_nonfinite` is set, or an owner did not answer.
         """
         contexts, norm_type = check_contexts(context_id), float(norm_type)
         edits = self._edits.of(contexts)
@@ -328,20 +331,20 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return total
 
     def clip_grad_value_(self, context_id: Contexts, clip_value: float) -> None:
-        """Clamp the gradients of contexts between that value and its negative, for the next step of the same contexts."""
+        """Clamp the gradients of contexts to ``[-clip_value, clip_value]`` in the next step with the same contexts."""
         self._edits.add(check_contexts(context_id), (CLAMP, float(clip_value)))
 
     def _are_finite(self, contexts: tuple[int, ...]) -> bool:
-        """Whether all gradients on all owners are."""
+        """Return whether all gradients on all owners are finite."""
         edits = self._edits.of(contexts)
         return all(self._ask("is_finite", lambda _: (contexts, edits)).values())
 
     # -- state ---------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, gathered here, in torch's form, with the parameters' names.
+        """Gather the state of all parameters here, in torch's form, with the parameters' names.
 
-        Of a sharded parameter it is that of the whole, however it is divided.
+        The state of a sharded parameter is that of the whole tensor, independent of its sharding.
 
         Raises:
             OptimizerError: An owner did not answer.
@@ -358,11 +361,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state that was saved, here or in one process, wherever the parameters lived then.
+        """Load a saved state, also one from a single process or from other owners.
 
         Raises:
-            ConfigurationError: It is the state of other parameters, or does not fit them; nothing was loaded.
-            OptimizerError: An owner could not take its part.
+            ConfigurationError: The state is for other parameters, or does not fit them; nothing was loaded.
+            OptimizerError: An owner could not load its part.
         """
         state_dict = dict(state_dict)
         for hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -401,7 +404,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _check_class(optimizer_class: Any) -> None:
     if not (isinstance(optimizer_class, type) and callable(getattr(optimizer_class, "step", None))):
-        raise ConfigurationError(f"expected a class of optimizers such as torch.optim.SGD, not {optimizer_class!r}")
+        raise ConfigurationError(f"expected an optimizer class such as torch.optim.SGD, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ConfigurationError(
             "LBFGS sees all parameters as one vector and calls a closure many times in a step, so it cannot be split "
@@ -420,10 +423,11 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
     for item in found or (None,):
         if not isinstance(item, int) or isinstance(item, bool):
             raise ConfigurationError(
-                f"step needs the id of a context, or several; not {contexts!r}: opt.step(ctx) with `context() as ctx`"
+                f"step needs a context id or a list of them, not {contexts!r}; call opt.step(ctx) inside `with "
+                f"context() as ctx`"
             )
     if len(set(found)) != len(found):
-        raise ConfigurationError(f"a context is there twice: {found}; its gradients would be counted twice")
+        raise ConfigurationError(f"a context is listed twice: {found}; its gradients would be counted twice")
     retrieve = current_engine().container.retrieve
     return tuple([retrieve(item).context_id for item in found])
 
@@ -441,7 +445,7 @@ class Owner:
     optimizer: RRef[LocalOptimizer]
     is_behind: bool = False  # whether it may have missed a change of options
     rank: int = field(init=False)
-    is_here: bool = field(init=False)  # whether that is the worker that runs this
+    is_here: bool = field(init=False)  # whether it is this worker
 
     def __post_init__(self) -> None:
         self.rank, self.is_here = self.optimizer.owner().id, self.optimizer.is_owner()
@@ -461,7 +465,7 @@ class Answers:
     failed: dict[str, Exception] = field(default_factory=dict)
 
     def take(self, name: str, operation: str, wait: Callable[[], Any]) -> None:
-        """Wait for an answer; one of another form is a failure."""
+        """Wait for an answer; an invalid one counts as a failure."""
         try:
             self.values[name] = read_answer(operation, wait())
         except Exception as error:
@@ -478,10 +482,9 @@ class Answers:
 def ask_all(
     owners: Iterable[Owner], operation: str, args_for: ArgsFor, timeout_s: float, answers: Answers | None = None
 ) -> Answers:
-    """Ask all owners at the same time, and wait for all.
+    """Call all owners in parallel, and wait for all of them.
 
-    The last one is called and waited for in one go, which is quicker than a future; this worker itself, if it is one of
-    them, comes last.
+    The last one is called synchronously, which is faster than a future; this worker itself, if it is an owner, comes last.
     """
     answers = Answers() if answers is None else answers
     *others, last = sorted(owners, key=attrgetter("is_here")) or (None,)
@@ -489,7 +492,7 @@ def ask_all(
         return answers
     started: list[tuple[str, CallFuture[Any]]] = []
     was_enabled = torch.is_grad_enabled()
-    set_grad_mode(False)  # these calls have no part in any graph; torch.no_grad() costs ten times as much
+    set_grad_mode(False)  # these calls are not part of any graph; torch.no_grad() costs ten times as much
     try:
         for owner in others:
             try:

@@ -1,9 +1,11 @@
 """Changes to the gradients of a context on their way into a step: scaling, clamping.
 
-Edits travel as ``(kind, number)`` with the next operation that needs the gradients, and are made anew there, out of place:
-so what the context holds stays as it is, and a step that is repeated gets the same; once it is done everywhere, they are
-dropped. A message of their own to every owner would cost another round trip for each clipping, and could fail on its own,
-which leaves a context of which half is clipped. The price is that `get_gradients` shows gradients as the pass left them.
+Edits travel as ``(kind, number)`` with the next operation that needs the gradients, and are applied there out of place: the
+gradients in the context do not change, and a repeated step gets the same result; once it has succeeded everywhere, the
+edits are
+dropped. A separate message to every owner would cost another round trip for each clipping, and could fail by itself,
+which would
+leave a context clipped on some owners only. The price is that `get_gradients` shows gradients as the pass left them.
 """
 
 from __future__ import annotations
@@ -26,12 +28,12 @@ def edited(table: GradientTable, edits: Sequence[Edit]) -> GradientTable:
         elif kind == CLAMP:
             table = {leaf: clamped(gradient, number) for leaf, gradient in table.items()}
         else:
-            raise DecodeError(f"gradients cannot be edited by {kind!r}")
+            raise DecodeError(f"unknown edit of gradients: {kind!r}")
     return table
 
 
 class EditLog:
-    """What is to be done to the gradients of contexts when they are next used."""
+    """Edits to apply to the gradients of contexts when they are next used."""
 
     def __init__(self, is_over: Callable[[int], bool]) -> None:
         self._is_over = is_over
@@ -41,7 +43,7 @@ class EditLog:
         """Return the edits for contexts that are used together."""
         if not self._edits:
             return ()
-        for known in list(self._edits):  # other threads edit gradients of contexts of theirs meanwhile
+        for known in list(self._edits):  # other threads edit gradients of their own contexts meanwhile
             if any(self._is_over(item) for item in known):
                 self._edits.pop(known, None)
         found = self._edits.get(contexts, ())
@@ -54,10 +56,10 @@ class EditLog:
         return found
 
     def add(self, contexts: tuple[int, ...], edit: Edit) -> None:
-        """Add an edit after those that there are; scaling by one is none."""
+        """Append an edit; scaling by one is ignored."""
         if edit != (SCALE, 1.0):
             self._edits[contexts] = (*self.of(contexts), edit)
 
     def drop(self, contexts: tuple[int, ...]) -> None:
-        """Forget the edits of contexts after they were used: what comes next is as the passes left it."""
+        """Forget the edits of contexts after they were used."""
         self._edits.pop(contexts, None)

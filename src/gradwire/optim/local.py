@@ -1,7 +1,7 @@
 """The owner's side: one torch optimizer for the parameters of a distributed one that live on this worker.
 
-Its operations are asked for by name, with plain data. The annotations of their methods say what is accepted: arguments and
-answers that do not fit them are refused before anything is done.
+Its operations are called by name, with plain data. The annotations of the methods define the accepted types: arguments and
+answers that do not match are refused before anything is done.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ContextIds = Annotated[tuple[Uint64, ...], Meta(min_length=1)]
 Edits = Annotated[tuple[Edit, ...], Meta(max_length=64)]
 Options = dict[str, Any]
 Groups = Annotated[list[tuple[Uint63, list[str], list[RRef[Any]], Options]], Meta(min_length=1)]
-"""What a worker has of each group: the number of the group, names, references, options."""
+"""A worker's part of each group: the number of the group, names, references, options."""
 Description = tuple[Options, dict[int, Options]]
 """The defaults of an optimizer, and the options of its groups by number."""
 Norms = list[tuple[list[str], torch.Tensor]]
@@ -63,17 +63,17 @@ Forms = dict[str, dict[str, tuple[Annotated[tuple[Uint63, ...], Meta(max_length=
 
 
 class LocalOptimizer:
-    """What one worker does for a distributed optimizer.
+    """One worker's part of a distributed optimizer.
 
     Args:
-        optimizer_class: A class of optimizers.
-        groups: The groups that this worker has a part in.
+        optimizer_class: An optimizer class.
+        groups: This worker's parts of the groups.
         args: More arguments for the class.
-        kwargs: Its keyword arguments.
+        kwargs: Keyword arguments for the class.
 
     Raises:
-        ConfigurationError: A parameter is there twice.
-        Exception: What the class raises.
+        ConfigurationError: A parameter is listed twice.
+        Exception: The exception that the class raised.
     """
 
     def __init__(self, optimizer_class: type[Any], groups: Groups, args: Sequence[Any], kwargs: Options) -> None:
@@ -100,7 +100,7 @@ class LocalOptimizer:
         return dict(self._optimizer.defaults), {number: options_of(group) for number, group in groups}
 
     def add_groups(self, groups: Groups) -> Description:
-        """Add groups; return what `describe` does."""
+        """Add groups; return the same as `describe`."""
         with self._alone:
             num_before = len(self._optimizer.param_groups)
             try:
@@ -112,14 +112,14 @@ class LocalOptimizer:
             return self.describe()
 
     def remove_groups(self, first: Uint63) -> None:
-        """Remove the groups from that number on: another worker could not add its part of them."""
+        """Remove the groups from that number on, because another worker could not add its part of them."""
         with self._alone:
             self._keep_groups(sum(number < first for number in self._numbers))
 
     def _take(self, number: int, names: list[str], rrefs: list[RRef[Any]], options: Options) -> dict[str, Any]:
         """Return a group as torch takes it, with its parameters noted and guarded."""
         if self._numbers and number <= self._numbers[-1]:
-            raise ConfigurationError(f"group {number} is here already, or comes too late")
+            raise ConfigurationError(f"group {number} was added before, or arrived out of order")
         self._check_options(options)
         params = [rref.local_value() for rref in rrefs]
         known = set(self._names.values())
@@ -128,7 +128,8 @@ class LocalOptimizer:
                 raise ConfigurationError(f"parameter {name!r} is not a tensor, but a {type(parameter).__name__}")
             if isinstance(parameter, ShardedTensor):
                 raise ConfigurationError(
-                    f"parameter {name!r} is a reference to a sharded tensor; pass the sharded tensor itself, not a reference"
+                    f"parameter {name!r} is a reference to a sharded tensor; pass the sharded tensor itself, not a "
+                    f"reference"
                 )
             if parameter in self._names:
                 raise ConfigurationError(
@@ -139,7 +140,9 @@ class LocalOptimizer:
             known.add(name)
             self._names[parameter] = name
         self._numbers.append(number)
-        snapshots.guard(params, "snapshot")  # before they are used: a step must know who still needs their old values
+        snapshots.guard(
+            params, "snapshot"
+        )  # before they are used: a step must know which contexts still need their old values
         return {"params": params, **options}
 
     def _keep_groups(self, keep: int) -> None:
@@ -153,17 +156,17 @@ class LocalOptimizer:
         for number in groups.keys() & options.keys():
             unknown = options[number].keys() - options_of(groups[number]).keys()
             if unknown:
-                raise ConfigurationError(f"group {number} has no options {sorted(unknown)}; nothing has changed")
+                raise ConfigurationError(f"group {number} has no options {sorted(unknown)}; nothing was changed")
             self._check_options(options[number])
         for number in groups.keys() & options.keys():
             groups[number].update(options[number])
 
     def _check_options(self, options: Mapping[Any, Any]) -> None:
-        """Torch's classes know numbers, flags, texts, and tuples of these; others may know more."""
+        """Check the types of options: torch's classes take numbers, flags, strings and tuples of these; others any."""
         for key, value in options.items():
             if key in RESERVED or (self._is_torchs and not is_option(value)):
                 raise ConfigurationError(
-                    f"option {key!r} cannot be a {type(value).__name__} such as this: {value!r:.100}"
+                    f"option {key!r} cannot have a value of type {type(value).__name__}: {value!r:.100}"
                 )
 
     # -- steps ---------------------------------------------------------------------------------------------------------
@@ -176,31 +179,31 @@ class LocalOptimizer:
         options: dict[int, Options] | None = None,
         edits: Edits = (),
     ) -> int:
-        """Step with the gradients of some contexts, unless that was done already.
+        """Step with the gradients of some contexts, unless the same step was done before.
 
         Args:
-            step_id: Rises from step to step.
-            context_ids: Their gradients are added up.
-            pass_id: A pass in the first context that is committed hereby, if it is not 0.
-            options: What has changed, by group.
-            edits: What is done to the gradients first.
+            step_id: Increases from step to step.
+            context_ids: Contexts whose gradients are added up.
+            pass_id: A pass of the first context that this call commits; 0 for none.
+            options: Changed options, by group.
+            edits: Edits to apply to the gradients first.
 
         Returns:
-            How many parameters had a gradient.
+            Number of parameters that had a gradient.
         """
         request = current_request()
         if pass_id and request is not None:
             current_engine().on_commit(request.source.info, CommitPass(context_ids[0], pass_id))
         with self._alone:
-            if options:  # first: a request that repeats a step may bring others
+            if options:  # first: a repeated request may bring new options
                 self._set_options(options)
             done = self._memory.find(step_id)
             if done is not None:
                 return done
             if request is not None and request.is_dropped:
-                raise CallCancelled("the step was given up while it waited; nothing has changed")
+                raise CallCancelled("the step was cancelled while it was waiting; nothing was changed")
             table = self._gather(context_ids, edits)
-            if not edits and not self._is_torchs:  # it may change them; edited ones are copies already
+            if not edits and not self._is_torchs:  # the class may change them; edited ones are copies already
                 table = {leaf: gradient.clone() for leaf, gradient in table.items()}
             self._step(table, context_ids)
             self._memory.add(step_id, len(table))
@@ -220,7 +223,7 @@ class LocalOptimizer:
                     parameter.grad = gradient
 
     def _gather(self, context_ids: ContextIds, edits: Edits) -> GradientTable:
-        """The gradients of this optimizer's parameters in some contexts, added up and edited."""
+        """Return the gradients of this optimizer's parameters in some contexts, added up and edited."""
         table: GradientTable = {}
         for context_id in context_ids:
             for leaf, gradient in _gradients_of(context_id).items():
@@ -247,7 +250,7 @@ class LocalOptimizer:
             return are_finite(self._gather(context_ids, edits).values())
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clear ``.grad`` of the parameters; contexts are left alone."""
+        """Clear ``.grad`` of the parameters; gradients in contexts are kept."""
         with self._alone, snapshots.lending_grads(self._names):  # another trainer's step may have lent its gradients
             method_of(self._optimizer, "zero_grad")(set_to_none)
 
@@ -257,7 +260,7 @@ class LocalOptimizer:
         """Return the state of the parameters that have any, by their names: tensors and plain values.
 
         Args:
-            is_copied: Whether it shall stay as it is when the next step is made, at the price of its memory.
+            is_copied: Whether to copy it, so that the next step does not change it.
         """
         with self._alone:
             state = self._optimizer.state
@@ -285,8 +288,7 @@ class LocalOptimizer:
         """Replace the state of all parameters; those that are not named have none afterwards.
 
         Raises:
-            ConfigurationError: There is no parameter of such a name here, or the state of one does not fit it; nothing has
-                changed.
+            ConfigurationError: A name is unknown here, or a state does not fit its parameter; nothing was changed.
         """
         unknown = sorted(set(state) - set(self._names.values()))
         if unknown:
@@ -299,9 +301,9 @@ class LocalOptimizer:
 
 
 class StepMemory:
-    """The outcomes of the last `size` steps, by id, so that a step that is asked for again is not done again. Ids rise.
+    """The outcomes of the last `size` steps, by id, so that a repeated request does not step again. Ids increase.
 
-    A step is repeated after it was waited for, so it is among the last few.
+    A step is repeated only after its caller has waited for it, so it is among the last few.
     """
 
     def __init__(self, size: int = 64) -> None:
@@ -313,7 +315,7 @@ class StepMemory:
         """Return the outcome of a step; None if it is new."""
         found = self._done.get(step_id)
         if found is None and step_id <= self._forgotten:
-            raise OptimizerError(f"step {step_id} was asked for so long ago that it cannot be told whether it was done")
+            raise OptimizerError(f"step {step_id} is too old: this worker no longer knows whether it was done")
         return found
 
     def add(self, step_id: int, outcome: int) -> None:
@@ -331,7 +333,7 @@ def _users_step(optimizer: Any) -> Callable[[], Any]:
 
 
 def _gradients_of(context_id: int) -> GradientTable:
-    """What a context has gathered on this worker; nothing if this worker has no part in it."""
+    """Return the gradients of a context on this worker; none if this worker does not take part in it."""
     container = current_engine().container
     context = container.find(context_id)
     if context is not None:
@@ -342,14 +344,14 @@ def _gradients_of(context_id: int) -> GradientTable:
     return {}
 
 
-# -- what other workers may ask for -------------------------------------------------------------------------------------
+# -- operations for other workers ---------------------------------------------------------------------------------------
 
 
 class _Arguments(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         ids = (*getattr(self, "context_ids", ()), getattr(self, "pass_id", 0))
         if max(ids) >> 64:
-            raise ValueError("an id of more than 64 bits")
+            raise ValueError("an id has more than 64 bits")
         if any(len(names) != len(rrefs) for _, names, rrefs, _ in getattr(self, "groups", ())):
             raise ValueError("a group of parameters needs a name for each reference")
 
@@ -363,34 +365,34 @@ def _arguments_of(function: Callable[..., Any], parameters: Iterable[inspect.Par
 
 
 def _make(optimizer_class: Any, groups: Groups, args: tuple[Any, ...], kwargs: Options) -> LocalOptimizer:
-    """Make an owner's part; a class of torch is called by its name."""
-    sent = read_plain((optimizer_class, groups, args, kwargs), _MAKE, "not the arguments to make an optimizer")
+    """Create an owner's part; a class of torch is given by its name."""
+    sent = read_plain((optimizer_class, groups, args, kwargs), _MAKE, "invalid arguments for creating an optimizer")
     found = sent.optimizer_class
     if isinstance(found, str):
         found = getattr(torch.optim, found, None)
         if not isinstance(found, type) or not is_torchs(found) or found is torch.optim.LBFGS:
             raise ConfigurationError(
-                f"torch.optim has no optimizer of that name here that works on several workers: {sent.optimizer_class!r}"
+                f"torch.optim on this worker has no optimizer {sent.optimizer_class!r} that can be split over workers"
             )
     if not isinstance(found, type):
-        raise ConfigurationError(f"not a class of optimizers: {found!r}")
+        raise ConfigurationError(f"expected an optimizer class, not {found!r}")
     return LocalOptimizer(found, sent.groups, sent.args, sent.kwargs)
 
 
 def _operate(rref_id: Any, maker: Any, operation: Any, *args: Any) -> Any:
     kind = OPERATIONS.get(operation) if isinstance(operation, str) else None
     if kind is None:
-        raise NotExposed(f"{operation!r} is not an operation of optimizers")
-    sent = read_plain(args, kind, f"not the arguments of {operation!r}")
+        raise NotExposed(f"unknown optimizer operation {operation!r}")
+    sent = read_plain(args, kind, f"invalid arguments for {operation!r}")
     optimizer = find_value(rref_id, maker)
     if not isinstance(optimizer, LocalOptimizer):
-        raise NotExposed(f"{operation!r} is an operation of optimizers, and this is a {type(optimizer).__name__}")
+        raise NotExposed(f"{operation!r} needs a reference to an optimizer, not to a {type(optimizer).__name__}")
     found = getattr(optimizer, operation)(*(getattr(sent, field) for field in sent.__struct_fields__))
-    return move_all(found, CPU)  # the worker that asks need not have the devices of the parameters
+    return move_all(found, CPU)  # the calling worker may not have the devices of the parameters
 
 
 def read_answer(operation: str, answer: Any) -> Any:
-    return read_plain(answer, _ANSWERS[operation], f"not the answer to {operation!r}")
+    return read_plain(answer, _ANSWERS[operation], f"invalid answer to {operation!r}")
 
 
 _METHODS: Final = (

@@ -1,4 +1,4 @@
-"""Parameters as people hand them to an optimizer: read into groups of named references, sharded ones in parts."""
+"""Reads the parameters passed to an optimizer into groups of named references; sharded ones shard by shard."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class Group:
 
 
 class GroupReader:
-    """Reads groups, and gives every parameter a name that no other has.
+    """Reads groups, and gives every parameter a unique name.
 
-    Parameters of a module, and those in pairs, have names; others are called by their number. If a module's names are
-    taken, they get the module's number in front. So the same list gives the same names wherever the parameters are.
-    Parts of a sharded parameter have its name, and where they begin.
+    Parameters of a module, and those in pairs, have names; others are named by their number. If a module's names are
+    taken, they
+    are prefixed with the module's number. So the same list gives the same names wherever the parameters are. Shards of a
+    parameter are named by its name and their offsets.
     """
 
     def __init__(self) -> None:
@@ -49,7 +50,7 @@ class GroupReader:
         self._num_modules = 0
 
     def copy(self) -> GroupReader:
-        """Return one that has given the same names."""
+        """Return a reader with the same names taken."""
         made = copy.copy(self)
         made._taken = set(self._taken)
         return made
@@ -86,7 +87,7 @@ class GroupReader:
             yield item
         elif isinstance(item, HasRemoteParameters | torch.nn.Module):
             number, self._num_modules = self._num_modules, self._num_modules + 1
-            found = list(walk_parameters(item, own=_own_parameters))  # type: ignore[arg-type]  # either does
+            found = list(walk_parameters(item, own=_own_parameters))  # type: ignore[arg-type]  # both kinds work
             prefix = f"{number}." if any(name in self._taken for name, _ in found) else ""
             yield from ((prefix + name, parameter) for name, parameter in found)
         else:
@@ -115,7 +116,7 @@ _own_parameters = functools.partial(named_params_with_sharded_tensor, recurse=Fa
 
 
 def _items(params: Any) -> list[Any]:
-    """What an iterable has, or a parameter or module that stands by itself."""
+    """Return the items of an iterable, or a single parameter or module in a list."""
     if isinstance(params, torch.Tensor | torch.nn.Module | RRef | HasRemoteParameters):
         return [params]
     if isinstance(params, str | bytes) or not isinstance(params, Iterable):
@@ -153,13 +154,13 @@ class PartOf:
 
     @property
     def name(self) -> str:
-        """By which the owner knows the part; does not depend on who the owner is."""
+        """Name of the part on its owner; independent of which worker that is."""
         return f"{self.whole}[{', '.join(str(offset) for offset in self.box.offsets)}]"
 
 
 @dataclass(frozen=True, slots=True)
 class ShardedParameter:
-    """A sharded parameter as it was when an optimizer took it."""
+    """A sharded parameter as it was when it was passed to an optimizer."""
 
     name: str
     tensor: ShardedTensor
@@ -170,8 +171,8 @@ class ShardedParameter:
         """Return a sharded parameter for an optimizer."""
         if not isinstance(tensor._backend, WorkerBackend):
             raise ConfigurationError(
-                f"parameter {name!r} is divided among the ranks of a process group, each of which steps its own part; use "
-                f"gradwire.shard.ShardedOptimizer there"
+                f"parameter {name!r} is sharded over the ranks of a process group, each of which steps its own shard; "
+                f"use gradwire.shard.ShardedOptimizer there"
             )
         return cls(name, tensor, tensor._layout)
 
@@ -187,14 +188,14 @@ class ShardedParameter:
         """Check that the parts are still those that the optimizer knows, and wait for operations that still read them."""
         if self.tensor._layout is not self.layout:
             raise OptimizerError(
-                f"parameter {self.name!r} was resharded, so this optimizer has parts that are not in use any more; "
-                f"make another one, and load this one's state_dict() into it"
+                f"parameter {self.name!r} was resharded, so this optimizer holds parts that are no longer in use; "
+                f"create another one, and load this one's state_dict() into it"
             )
         self.tensor._backend.settle()  # a step changes parts in place
 
 
 def fold_groups(groups: Iterable[Mapping[str, Any]], parts: Mapping[str, PartOf]) -> list[dict[str, Any]]:
-    """Return groups with one name for each parameter, whether it is divided or not."""
+    """Return groups with one name for each parameter, whether it is sharded or not."""
     folded = []
     for group in groups:
         names = list(dict.fromkeys(parts[name].whole if name in parts else name for name in group["param_names"]))
@@ -203,9 +204,9 @@ def fold_groups(groups: Iterable[Mapping[str, Any]], parts: Mapping[str, PartOf]
 
 
 def join_tensors(items: Sequence[tuple[PartOf, Any]]) -> Any:
-    """Join what parts have of one kind: a tensor of the whole, or what the first of them has (a number of steps).
+    """Join one state value of all parts: a tensor of the whole, or the value of the first part (a number of steps).
 
-    Parts that never had a gradient have no state; zeros stand for it.
+    Parts that never had a gradient have no state; zeros are used for it.
     """
     first = items[0][1]
     if not all(isinstance(value, torch.Tensor) and value.shape == part.box.sizes for part, value in items):
@@ -224,7 +225,7 @@ def join_states(
 ) -> NamedState:
     """Return state by the names of whole parameters, from that of their parts.
 
-    ``join`` makes one value of those that the parts have under one key.
+    ``join`` combines the values that the parts have under one key.
     """
     found: NamedState = {}
     pieces: dict[str, dict[Any, list[tuple[PartOf, Any]]]] = {}
@@ -240,7 +241,7 @@ def join_states(
 
 
 def cut_tensor(value: Any, part: PartOf) -> Any:
-    """Return what a part has of a value of its parameter: its region of a tensor, or a copy of what has another size."""
+    """Return a part's share of a value of its parameter: its region of a tensor, or a copy of a value of another size."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == part.size:
@@ -253,7 +254,7 @@ def divide_states(
     parts: Mapping[str, PartOf],
     cut: Callable[[Any, PartOf], Any] = cut_tensor,
 ) -> NamedState:
-    """Return state by the names of parts, from that of whole parameters; ``cut`` returns what a part has of one value."""
+    """Return state by the names of parts, from that of whole parameters; ``cut`` returns a part's share of one value."""
     wholes = {part.whole for part in parts.values()}
     found = {name: values for name, values in state.items() if name not in wholes}
     for name, part in parts.items():

@@ -14,7 +14,7 @@ from gradwire.optim.distributed import Contexts, DistributedOptimizer, check_con
 from gradwire.optim.grad_transforms import SCALE
 
 T = TypeVar("T")
-_STATE: dict[str, tuple[str, type[float] | type[int]]] = {  # by the key that torch's has for it
+_STATE: dict[str, tuple[str, type[float] | type[int]]] = {  # by the key in torch's state dict
     "scale": ("_scale", float),
     "growth_factor": ("_growth_factor", float),
     "backoff_factor": ("_backoff_factor", float),
@@ -25,7 +25,7 @@ _ByOptimizer = weakref.WeakKeyDictionary[DistributedOptimizer, T]
 
 
 class GradScaler:
-    """Scales losses up, so that small gradients survive half precision, and gradients down again before a step.
+    """Scales losses up, so that small gradients do not vanish in half precision, and unscales gradients before a step.
 
     Example::
 
@@ -36,11 +36,11 @@ class GradScaler:
             scaler.update()
 
     Args:
-        init_scale: The first factor.
-        growth_factor: It is multiplied by this after `growth_interval` steps with finite gradients,
-        backoff_factor: and by this after a step that was left out because a gradient was not finite.
-        growth_interval: See above.
-        enabled: If not, losses and gradients are left as they are.
+        init_scale: The initial scale.
+        growth_factor: Factor for the scale after `growth_interval` steps with finite gradients.
+        backoff_factor: Factor for the scale after a step that was skipped because a gradient was not finite.
+        growth_interval: Number of steps with finite gradients before the scale grows.
+        enabled: If False, losses and gradients are not changed.
 
     Raises:
         ConfigurationError: A factor is out of range.
@@ -73,18 +73,18 @@ class GradScaler:
         return f"<GradScaler: {state}>"
 
     def is_enabled(self) -> bool:
-        """Return whether it does anything."""
+        """Return whether scaling is enabled."""
         return self._enabled
 
     def get_scale(self) -> float:
-        """Return the factor; 1 if it is not enabled."""
+        """Return the scale; 1 if scaling is not enabled."""
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: Any) -> Any:
         """Return a loss, or several in a list or tuple, multiplied by the scale.
 
         Raises:
-            ConfigurationError: Something is not a tensor.
+            ConfigurationError: An item is not a tensor.
         """
         if not self._enabled:
             return outputs
@@ -97,12 +97,12 @@ class GradScaler:
         raise ConfigurationError(f"only tensors and lists of them can be scaled, not {type(outputs).__name__}")
 
     def unscale_(self, optimizer: DistributedOptimizer, context_id: Contexts) -> None:
-        """Scale the gradients of contexts down again, and check on all owners whether all are finite: one round trip.
+        """Unscale the gradients of contexts, and check on all owners whether they are finite, in one round trip.
 
-        Call it before clipping; `step` does it otherwise.
+        Call it before clipping; otherwise `step` does it.
 
         Raises:
-            OptimizerError: It was called for these already since the last `update`, or an owner did not answer.
+            OptimizerError: It was already called for these contexts since the last `update`, or an owner did not answer.
         """
         if not self._enabled:
             return
@@ -121,14 +121,14 @@ class GradScaler:
 
         Raises:
             OptimizerStepFailed: Some owners did not step. Call it again to repeat the step for these.
-            OptimizerError: It was called for these already since the last `update`.
+            OptimizerError: It was already called for these contexts since the last `update`.
         """
         if not self._enabled:
             optimizer.step(context_id)
             return True
         contexts = check_contexts(context_id)
         stepped = self._stepped.setdefault(optimizer, set())
-        if contexts in stepped:  # their gradients would not be scaled down
+        if contexts in stepped:  # their gradients would not be unscaled
             raise OptimizerError(
                 "step() has already been called since the last update(). Call update() after every step"
             )
@@ -146,10 +146,10 @@ class GradScaler:
         """Raise or lower the scale, after the steps of all optimizers.
 
         Args:
-            new_scale: To be used from now on; otherwise it depends on whether gradients were finite.
+            new_scale: The new scale; by default it depends on whether gradients were finite.
 
         Raises:
-            OptimizerError: No step was made since the last time.
+            OptimizerError: There was no step since the last `update`.
         """
         if not self._enabled:
             return
@@ -170,16 +170,16 @@ class GradScaler:
             self._scale, self._num_good = grown if math.isfinite(grown) else self._scale, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that `load_state_dict` needs; empty if it is not enabled."""
+        """Return the state for `load_state_dict`; empty if scaling is not enabled."""
         if not self._enabled:
             return {}
         return {key: getattr(self, name) for key, (name, _) in _STATE.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the state of another, also of `torch.amp.GradScaler`.
+        """Load the state of another scaler, also of `torch.amp.GradScaler`.
 
         Raises:
-            ConfigurationError: It is empty: it came from one that was not enabled.
+            ConfigurationError: The state is empty, as that of a scaler that was not enabled.
         """
         if not self._enabled:
             return

@@ -2,7 +2,7 @@
 
 ``{"state": {0: {...}}, "param_groups": [{"lr": 0.1, "params": [0, 1], "param_names": ["weight", "bias"]}]}``
 
-State is found by the parameter's name where both sides have names, and else by its number; where the parameters live does
+State is matched by the parameter's name where both sides have names, otherwise by its number; where the parameters live does
 not matter.
 """
 
@@ -26,7 +26,7 @@ RESERVED = ("params", "param_names")
 
 
 def pack(groups: Sequence[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state dict of groups and of the state of parameters by name; without names if none were given, as torch's."""
+    """Return a state dict from groups and the state of parameters by name; without names if none were given, as torch."""
     names = _names(groups)
     numbers = {name: number for number, name in enumerate(names)}
     packed = []
@@ -56,7 +56,7 @@ def unpack(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
 
 
 def _match(saved: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[str, Any]]) -> dict[Any, str]:
-    """Return the parameter that each number of a state dict means."""
+    """Return the parameter for each number in a state dict."""
     numbers, own = list(chain.from_iterable(group["params"] for group in saved)), _names(groups)
     if all(len(group.get("param_names", ())) == size for group, size in zip(saved, sizes, strict=True)):
         theirs = _names(saved)
@@ -64,7 +64,7 @@ def _match(saved: Sequence[Any], sizes: Sequence[int], groups: Sequence[Mapping[
             return dict(zip(numbers, theirs, strict=True))
         if not (_are_numbers(theirs) or _are_numbers(own)):
             missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
-            raise ConfigurationError(f"the state is of other parameters: missing {missing}, unexpected {unexpected}")
+            raise ConfigurationError(f"the state is for other parameters: missing {missing}, unexpected {unexpected}")
     if sizes != [len(group["params"]) for group in groups]:
         raise ConfigurationError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
@@ -77,7 +77,7 @@ def _names(groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _are_numbers(names: Sequence[str]) -> bool:
-    """Whether the user gave these parameters no names."""
+    """Return whether these parameters have no names from the user."""
     return list(names) == [str(number) for number in range(len(names))]
 
 
@@ -86,30 +86,30 @@ def options_of(group: Mapping[str, Any]) -> Options:
 
 
 def copied(state: Mapping[str, Mapping[Any, Any]]) -> NamedState:
-    """Return a state that shares no memory with this one, like a state that came from another worker."""
+    """Return a copy of a state that shares no memory with it."""
     return {name: {key: _own(value) for key, value in found.items()} for name, found in state.items()}
 
 
 def forms(state: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, Form]]:
-    """Return what an owner has to know of a state to tell whether it fits."""
+    """Return the shapes and types that an owner needs to check whether a state fits."""
     return {name: {str(key): form_of(value) for key, value in found.items()} for name, found in state.items()}
 
 
 class OptionLog:
-    """What the owners were last told of each group, by its number.
+    """The options that the owners last received for each group, by its number.
 
-    Only options that the owners' groups have are told: schedulers keep some of their own beside them.
+    Only options that the owners' groups have are sent: schedulers keep some of their own beside them.
     """
 
     def __init__(self) -> None:
         self._told: list[Options] = []
 
     def add(self, options: Options) -> None:
-        """Note a group that the owners have made with these options."""
+        """Note a group that the owners have created with these options."""
         self._told.append({key: _own(value) for key, value in options.items()})
 
     def changes(self, groups: Sequence[Options]) -> dict[int, Options]:
-        """Return the options that the owners have not been told yet, by group."""
+        """Return the options that the owners have not received yet, by group."""
         found: dict[int, Options] = {}
         for number, (group, told) in enumerate(zip(groups, self._told, strict=True)):
             for key, known in told.items():

@@ -1,6 +1,6 @@
 """Gradients, dense or sparse: sums, norms and limits, and a lock on ``.grad`` of leaves.
 
-For autograd, and for optimizers of references and of shards alike.
+Used by autograd, and by the optimizers of references and of shards.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ K = TypeVar("K")
 def add_gradient(
     table: MutableMapping[K, torch.Tensor], leaf: K, gradient: torch.Tensor, is_recorded: bool = False
 ) -> None:
-    """Add to what a table has for a leaf, out of place: others may hold what was there.
+    """Add a gradient to that of a leaf in a table, out of place: the old one may be in use elsewhere.
 
-    The sum is recorded or not, whatever the grad mode of the thread that happens to add.
+    `is_recorded` decides whether the sum is recorded, regardless of the grad mode of the thread.
     """
     num_known, known = len(table), table.setdefault(leaf, gradient)
     if len(table) > num_known:
@@ -50,17 +50,17 @@ def keep_apart(gradient: torch.Tensor, seen: set[int]) -> torch.Tensor:
 
 
 def clamped(gradient: torch.Tensor, limit: float) -> torch.Tensor:
-    """The gradient with no element beyond that limit or its negative; the original is left as it is."""
+    """Return the gradient with elements clamped to the limit and its negative; the original does not change."""
     if not gradient.is_sparse:
         return gradient.clamp(-limit, limit)
-    whole = gradient.coalesce()  # torch clamps no sparse tensors; entries of one place count together
+    whole = gradient.coalesce()  # torch does not clamp sparse tensors; entries of one position are added first
     return torch.sparse_coo_tensor(
         whole.indices(), whole.values().clamp(-limit, limit), whole.shape, is_coalesced=True, check_invariants=False
     )
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """The norm of one gradient; of one without elements, what adds nothing to others: torch knows no largest one there."""
+    """Return the norm of one gradient; the neutral value if it has no elements, where torch cannot compute a maximum."""
     values = gradient.coalesce().values() if gradient.is_sparse else gradient
     if not values.numel():
         return values.new_full((), float("inf") if norm_type < 0 else 0.0)
@@ -69,7 +69,7 @@ def norm_of(gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
 
 
 def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
-    """Whether there is no infinite number and none that is not a number. Waits once for each device, not for each tensor."""
+    """Return whether no element is infinite or NaN. Synchronize once per device, not once per tensor."""
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for gradient in gradients:
         values = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -82,14 +82,14 @@ def are_finite(gradients: Iterable[torch.Tensor]) -> bool:
 
 
 def total_norm(norms: Sequence[torch.Tensor], norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
-    """The norm of all gradients, of their norms, as `torch.nn.utils.clip_grad_norm_` computes it."""
+    """Return the norm of all gradients from their norms, as `torch.nn.utils.clip_grad_norm_` computes it."""
     if not norms:
         return torch.tensor(0.0)
     total: torch.Tensor = torch.linalg.vector_norm(torch.cat([norm.reshape(1) for norm in norms]), norm_type)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise OptimizerError(
-            f"The total norm of order {norm_type} for gradients is non-finite ({float(total)}), so it cannot be clipped; "
-            f"pass error_if_nonfinite=False to scale by it all the same"
+            f"The total norm of order {norm_type} for gradients is non-finite ({float(total)}), so it cannot be "
+            f"clipped; pass error_if_nonfinite=False to clip them anyway"
         )
     return total
 
@@ -125,7 +125,7 @@ class GradClaim:
         return True
 
     def release(self) -> None:
-        """Give the lock back, but for leaves that an outer claim of this thread has."""
+        """Release the lock, except for leaves that an outer claim of this thread holds."""
         with _changed:
             for item in self._taken:
                 del _users[item]
@@ -134,6 +134,6 @@ class GradClaim:
 
     @property
     def is_nested(self) -> bool:
-        """Whether this thread has claimed one of the leaves already, and is asking again from inside."""
+        """Whether an outer claim of this thread holds one of the leaves."""
         with _changed:
             return any(_users.get(id(leaf)) == threading.get_ident() for leaf in self._leaves)

@@ -1,8 +1,10 @@
 """A reader-writer lock on parameters that contexts share: calls use them, steps change them, never both at once.
 
-A call reads a group of parameters, or everything if it is not known what it will use, from its beginning to its end, except
-while it waits for something else (another call, its turn): then it reads nothing, so no circle of waiting can close. Waiting
-that gradwire cannot see is found by its effect: a call that has used no processor for two seconds is taken to wait.
+A call reads a group of parameters, or everything if it is not known what it will use, from its start to its end, except
+while
+it waits for something else (another call, its turn): then it reads nothing, so waits cannot form a cycle. A wait that
+gradwire
+cannot see is detected by its effect: a call that has used no processor time for two seconds counts as waiting.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from gradwire.rpc.server import cpu_ticks
 
 
 class UsesParameters(Protocol):
-    """An autograd context, as far as shared parameters are concerned with it."""
+    """An autograd context, as this package sees it."""
 
     turns: set[Group]
 
@@ -34,7 +36,7 @@ class UsesParameters(Protocol):
     @property
     def released(self) -> str | None: ...  # where; None while it is open
     def call_at_end(self, callback: Callable[[], None]) -> None: ...
-    def check_alive(self) -> None: ...  # raises `UnknownContext` if it is over
+    def check_alive(self) -> None: ...  # raises `UnknownContext` if it was released
 
 
 class Turns:
@@ -44,7 +46,7 @@ class Turns:
 
     def __init__(self) -> None:
         self.num_readers = 0  # calls that read now
-        self.num_changers = 0  # steps under way
+        self.num_changers = 0  # running steps
         self.num_pending = 0  # steps that wait for the readers
         self.holder = 0  # the context whose turn it is, or 0
         self._line: collections.deque[int] = collections.deque()
@@ -54,7 +56,7 @@ class Turns:
         return f"<Turns {state}, {self.num_pending} steps wait, holder {self.holder}, {self.num_in_line} in line>"
 
     def can_read(self, is_patient: bool) -> bool:
-        """Whether a call may begin to read; a patient one lets steps that wait go first."""
+        """Return whether a call may start to read; a patient one lets waiting steps go first."""
         return not self.num_changers and not (is_patient and self.num_pending)
 
     @property
@@ -62,7 +64,7 @@ class Turns:
         return len(self._line)
 
     def ask_turn(self, context_id: int) -> bool:
-        """Whether it is that context's turn; if not, it stands in line from now on."""
+        """Return whether it is that context's turn; if not, add it to the queue."""
         if self.holder == context_id:
             return True
         if context_id not in self._line:
@@ -78,7 +80,7 @@ class Turns:
             self._line.remove(context_id)
 
     def end_turn(self, context_id: int) -> bool:
-        """The context is done with the group; whether it was its turn."""
+        """Take a context out of the queue; return whether it was its turn."""
         self.leave_line(context_id)
         was_holder = self.holder == context_id
         if was_holder:
@@ -92,7 +94,7 @@ class Change:
     def __init__(self, groups: Collection[Turns], everything: Turns) -> None:
         self._groups = [*groups, everything]
         self._own = groups
-        self._everything = everything  # what calls read that may use anything
+        self._everything = everything  # the group of calls that may use any parameter
         self._is_waiting = self._has_begun = False
 
     def wait(self) -> None:
@@ -118,7 +120,7 @@ class Change:
         return True
 
     def end(self) -> None:
-        """The step is over, if it has begun, and does not wait."""
+        """End the step, whether it has started or still waits."""
         if self._has_begun:
             self._has_begun = False
             for group in self._groups:
@@ -131,7 +133,7 @@ Mode = Literal["snapshot", "serialize", "hogwild"]
 _MODES = get_args(Mode)
 
 lock = threading.RLock()  # guards the tables below, all Turns and all users; reentrant, because `find_all` guards
-changed = threading.Condition(lock)  # notified when a call or a step may go on
+changed = threading.Condition(lock)  # notified when a call or a step may continue
 guarded_params: dict[int, Guarded] = {}  # by id of the parameter
 _by_memory: dict[int, list[Guarded]] = {}  # by address of its memory
 _gone: collections.deque[Guarded] = collections.deque()  # filled by finalizers
@@ -149,11 +151,11 @@ class Group:
 
 
 EVERYTHING = Group("snapshot")
-"""What calls read that may use anything."""
+"""The group that calls read which may use any parameter."""
 
 
 class Cell:
-    """Memory that a parameter has, or had."""
+    """Memory that a parameter uses or has used."""
 
     __slots__ = ("_last_version", "_ref")
 
@@ -163,14 +165,14 @@ class Cell:
 
     @property
     def version(self) -> int | None:
-        """Counts changes in place of the values; None when they cannot be changed any more and never were."""
+        """Number of in-place changes of the values; None if they never changed and can no longer change."""
         if self._last_version is not None:
             return self._last_version
         param = self._ref()
         return param._version if param is not None else None
 
     def leave(self, version: int) -> None:
-        """The parameter has moved elsewhere: from now on the values stay as they are."""
+        """Freeze the version: the parameter has moved to other memory."""
         self._last_version = version
 
 
@@ -199,7 +201,7 @@ class Guarded:
             _by_memory.setdefault(now, []).append(self)
 
     def leave(self) -> None:
-        """The parameter's memory is not where it was, or the parameter is gone."""
+        """Forget the parameter's memory, because it has moved or the parameter was freed."""
         known = _by_memory.get(self._address)
         if known is not None and self in known:
             known.remove(self)
@@ -208,7 +210,7 @@ class Guarded:
         self._address = 0
 
     def cell_at(self, address: int) -> Cell | None:
-        """The cell that is at an address, if the parameter's memory is still there."""
+        """Return the cell at an address, if the parameter's memory is still there."""
         cell, param = self.cell, self._ref()
         return cell if param is not None and address_of(param) == address else None
 
@@ -223,14 +225,14 @@ class Guarded:
         ]
 
     def move(self, param: torch.Tensor) -> None:
-        """Give the parameter new memory with the same values; the old one stays as it is."""
+        """Give the parameter new memory with the same values; the old memory does not change."""
         before = self.cell
-        # First: a thread that finds it at its old address has found its old cell before.
+        # First, so that a thread that finds the old address has found the old cell.
         param.data = param.data.clone()
         with lock:
             before.leave(param._version)
             self.cell = Cell(self._ref)
-            self.users = []  # what they saw is safe
+            self.users = []  # their values are safe in the old memory
             self.locate(param)
 
 
@@ -242,7 +244,7 @@ def check_mode(mode: str) -> None:
 def guard(params: Iterable[torch.Tensor], mode: Mode) -> Group:
     """Set how contexts share parameters of this worker; return the group that they belong to.
 
-    A parameter keeps what was set first. Only weak references to parameters are kept.
+    A parameter keeps the mode that was set first. Only weak references to parameters are kept.
     """
     check_mode(mode)
     group = Group(mode)
@@ -265,7 +267,7 @@ def find(param: torch.Tensor) -> Guarded | None:
 
 
 def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded]]:
-    """Return what is known about parameters; those that are not guarded are from now on, as ``"snapshot"``."""
+    """Return the guards of parameters; those without one get one, as ``"snapshot"``."""
     todo = list(params)
     with lock:
         found = [(param, item) for param in todo if (item := find(param)) is not None]
@@ -278,7 +280,7 @@ def find_all(params: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, Guarded
 
 
 def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
-    """Return the parameters whose memory a tensor has; more than one if they are parts of one buffer."""
+    """Return the parameters whose memory a tensor uses; more than one if they share one buffer."""
     address = address_of(tensor)
     known = _by_memory.get(address)
     if known is None:
@@ -287,7 +289,7 @@ def find_by_memory(tensor: torch.Tensor) -> list[tuple[Guarded, Cell]]:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor's memory begins; 0 if it has none of its own kind."""
+    """Return the address of a tensor's memory; 0 if it has no plain storage."""
     try:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, or a lazy module's before its first call
@@ -295,7 +297,7 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def _forget(key: int, ref: weakref.ref[Any]) -> None:
-    """A parameter is gone. Runs in finalizers, so it takes no lock: single operations only."""
+    """Note that a parameter was freed. Runs in finalizers, so it takes no lock: single operations only."""
     known = guarded_params.get(key)
     if known is not None and known._ref is ref:
         guarded_params.pop(key, None)
@@ -305,12 +307,12 @@ def _forget(key: int, ref: weakref.ref[Any]) -> None:
 _WAIT_S = 60.0
 _SLICE_S = 0.2
 _MARGIN_S = 0.5
-_PATIENCE_S = 1.0  # how long a call lets steps go first that wait for other calls
+_PATIENCE_S = 1.0  # how long a call lets steps go first which wait for other calls
 IDLE_S = 2.0
 
 
 class _ServedCall(threading.local):
-    call: ReadingCall | None = None  # what the current thread serves, if it has to do with shared parameters
+    call: ReadingCall | None = None  # the call that the current thread serves, if it uses shared parameters
 
 
 _served = _ServedCall()
@@ -328,7 +330,7 @@ class ReadingCall:
         self._groups: set[Group] = set()  # guarded by `lock`
         self._request = current_request()
         self._thread = threading.get_native_id()
-        self._ticks = (0, 0.0)  # processor time when it was looked at, and when that was
+        self._ticks = (0, 0.0)  # processor time at the last check, and when that was
 
     def __enter__(self) -> ReadingCall:
         self._outer, _served.call = _served.call, self
@@ -344,11 +346,11 @@ class ReadingCall:
 
     @property
     def is_current(self) -> bool:
-        """Whether its request is what the thread serves: one that waits may serve another meanwhile."""
+        """Whether the thread serves its request: a thread that waits may serve another one meanwhile."""
         return self._request is current_request()
 
     def read(self, group: Group) -> None:
-        """From now on, until the call waits or ends, no step changes the group."""
+        """Keep steps from changing the group until the call waits or ends."""
         if group in self._groups or EVERYTHING in self._groups:
             return
         with lock:
@@ -364,7 +366,7 @@ class ReadingCall:
         began, deadline = time.monotonic(), deadline_here()
         while not group.turns.can_read(is_patient=not self._groups and time.monotonic() < began + _PATIENCE_S):
             if time.monotonic() >= deadline:
-                raise late("another trainer's step on these parameters has not ended")
+                raise late("another trainer's step on these parameters has not finished")
             _interrupts.wait(changed, _SLICE_S)
 
     def let_go(self) -> None:
@@ -379,13 +381,13 @@ class ReadingCall:
             _readers.discard(self)
 
     def take_back(self) -> None:
-        """Read what it read before. If a step takes too long for that, what the call uses next will tell."""
+        """Read again the groups that it read before. If a step takes too long for that, the next use raises."""
         with contextlib.suppress(RpcTimeout):
             for group in self._wanted:
                 self.read(group)
 
     def pause(self) -> None:
-        """The call itself makes a step, which would wait for it otherwise."""
+        """Stop reading, because the call itself makes a step, which would wait for it."""
         self.let_go()
         if self._request is not None:
             self._request.held = None
@@ -397,7 +399,7 @@ class ReadingCall:
             self.take_back()
 
     def has_slept(self, now: float) -> bool:
-        """Whether its thread has used no processor for a while, since it was first looked at."""
+        """Return whether its thread has used no processor time since the first check, long enough to count as waiting."""
         ticks = cpu_ticks(self._thread)
         if not self._ticks[1] or ticks != self._ticks[0]:
             self._ticks = (ticks, now)
@@ -410,7 +412,7 @@ def call_of_thread() -> ReadingCall | None:
 
 
 def begin(change: Change) -> ReadingCall | None:
-    """Wait until no call reads and no step changes the groups; begin to change them, and return what `end` needs."""
+    """Wait until no call reads and no step changes the groups; start the change, and return the call for `end`."""
     call = _served.call
     if call is not None:
         call.pause()  # it reads nothing until `end`
@@ -439,7 +441,7 @@ def _wait_begun(change: Change) -> None:
         try:
             while not change.begin():
                 if time.monotonic() >= deadline:
-                    raise late("calls that use these parameters, or another step, have not ended")
+                    raise late("calls that use these parameters, or another step, have not finished")
                 _interrupts.wait(changed, _SLICE_S)
                 now = time.monotonic()
                 for call in [call for call in _readers if call.has_slept(now)]:
@@ -450,7 +452,7 @@ def _wait_begun(change: Change) -> None:
 
 
 def deadline_here() -> float:
-    """Return until when the current thread may wait: a little less than its caller, which is to be told why."""
+    """Return until when the current thread may wait: a little less than its caller, which must get the reason."""
     request, now = current_request(), time.monotonic()
     if request is None or request.deadline == float("inf"):
         return now + _WAIT_S

@@ -1,4 +1,4 @@
-"""Several trainers, one set of parameters: what each sees, and how a step leaves the others alone.
+"""Several trainers, one set of parameters: what each of them sees, and how a step does not disturb the others.
 
     "snapshot"   Each context has exact gradients for the weights that it saw: a step copies parameters which other live
                  contexts have used. A lone trainer copies nothing.
@@ -6,15 +6,16 @@
                  the others wait in line. The result is that of some order, one trainer after the other.
     "hogwild"    Nothing is copied: backward uses the values of whatever moment it runs at, so gradients are not exact.
 
-In all of them a step waits for calls under way that use the parameters, and such calls for a step (`rwlock`).
+In all modes a step waits for running calls that use the parameters, and such calls wait for a step (`rwlock`).
 
-torch saves a parameter itself for backward, and finds there that it was changed in place. Inside calls that are served
+torch saves the parameter itself for backward, which then raises if it was changed in place. Inside calls that are served
 within a context, hooks save an alias of the parameter's memory instead. A step that changes a parameter which another
-context has used moves it to other memory first, so the alias keeps its values. torch checks no versions where there are
-hooks, so these do, for all tensors: one that was changed in place in any other way than by such a step is an error.
+context has used moves it to other memory first, so the alias keeps its values. torch does not check versions where
+there are hooks, so these do, for all tensors: any other
+change in place is an error.
 
-Parameters that contexts use outside of calls, on the worker that has them, are torch's business as ever: a step in between
-is an error in backward. Copying parts a parameter from others that it shares memory with.
+For parameters that contexts use outside of calls, on their own worker, torch's rules apply: a step in between is an error in
+backward. A copied parameter no longer shares memory with others.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ from gradwire.params.rwlock import (
 from gradwire.rpc.connection import current_request, while_waiting
 from gradwire.types import creator_of
 
-__all__ = ["Group", "Mode", "check_mode", "guard"]  # of `rwlock`, for those who use this module
+__all__ = ["Group", "Mode", "check_mode", "guard"]  # from `rwlock`, for users of this module
 
 
 _SLICE_S = 0.2
@@ -77,8 +78,8 @@ def mode_of(param: torch.Tensor) -> Mode | None:
 def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iterator[None]:
     """Surround code that changes parameters in place, such as the step of an optimizer: one at a time.
 
-    Parameters that are not guarded are from now on, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end.
-    What the contexts of `context_ids` saw may change, what others saw may not.
+    Parameters without a guard get one, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end. The values that the
+    contexts of `context_ids` saw may change, those that other contexts saw may not.
     """
     own, found = frozenset(context_ids), find_all(params)
     all_turns = {item.group.turns for _, item in found}
@@ -89,7 +90,7 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
             if item.users and item.group.mode != "hogwild" and item.users_except(own):
                 item.move(param)
         yield
-        # The contexts need what they saw no more; as in one process, backward after the step is an error.
+        # The contexts no longer need their values; as in one process, backward after the step is an error.
         with lock:
             for _, item in found:
                 if item.users:
@@ -103,7 +104,7 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
 
 @contextlib.contextmanager
 def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Surround reading of parameters that must see all of them at one moment, between steps."""
+    """Surround code that must read all parameters at one moment, between steps."""
     with contextlib.ExitStack() as stack:
         call = call_of_thread() or stack.enter_context(ReadingCall(None))
         for group in groups_of(params):
@@ -112,11 +113,11 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 class Held:
-    """Holds a lock, and works without grad mode meanwhile."""
+    """Holds a lock, with grad mode off meanwhile."""
 
     __slots__ = ("_busy", "_lock", "_mode")
 
-    def __init__(self, lock: Any, busy: str) -> None:  # what to say if it is not free in time
+    def __init__(self, lock: Any, busy: str) -> None:  # text of the error if it is not free in time
         self._lock, self._busy = lock, busy
 
     def __enter__(self) -> None:
@@ -124,7 +125,7 @@ class Held:
             limit_s = time_left()
             deadline = time.monotonic() + limit_s
             with while_waiting():
-                # In short waits: inside of one, Ctrl-C could leave a lock that is taken and never released.
+                # In short waits: Ctrl-C inside a long one could leave a lock that is never released.
                 while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
                     _interrupts.deliver()
                     if time.monotonic() >= deadline:
@@ -151,21 +152,21 @@ def time_left() -> float:
 
 
 Saved = tuple[torch.Tensor, int | None, Cell | None]
-"""An alias, the version it must have in backward (None: any), and for parameters where that version is found."""
+"""An alias, the version it must have in backward (None: any), and for parameters the cell with that version."""
 
 
 OnUse = Callable[[Group], None]
 
-# For which context the current thread saves, and what is told what it uses. Threads of devices save in recorded passes.
+# The context that the current thread saves for, and the callback for its uses. Threads of devices save in recorded passes.
 _saving_for: Carried[tuple[UsesParameters | None, OnUse | None]] = Carried(
     "gradwire.params.saved_tensors", (None, None)
 )
 
 
 class saving:
-    """Surrounds operations that save for a context; notes which parameters it uses."""
+    """Surrounds operations that save tensors for a context, and notes which parameters they use."""
 
-    def __init__(self, context: UsesParameters, on_use: OnUse | None = None) -> None:  # None if that is known already
+    def __init__(self, context: UsesParameters, on_use: OnUse | None = None) -> None:  # None if the uses are known
         self._ours = context, on_use
 
     def __enter__(self) -> None:
@@ -178,21 +179,21 @@ class saving:
 
 
 def _pack(tensor: torch.Tensor) -> Saved:
-    """Return what is kept of a tensor. Never the tensor itself: a result that its own node keeps is never freed."""
+    """Return an alias to save for a tensor. Not the tensor itself: a result that its own node keeps is never freed."""
     context, on_use = _saving_for.get()
     found = _guarded_by(tensor) if context is not None else []
     if context is not None:
         for item, _ in found:
             _note(context, item, on_use)
-    if len(found) != 1:  # with several, whose version it has cannot be told: at worst there is an error too many
+    if len(found) != 1:  # with several, it is unknown whose version it has: at worst there is a needless error
         return tensor.detach(), tensor._version, None
     guarded, cell = found[0]
-    # `data` has a version of its own: what is saved in turn of this alias is not touched by the parameter's.
+    # `data` has its own version: tensors saved from this alias do not depend on the parameter's version.
     return tensor.data, None if guarded.group.mode == "hogwild" else cell.version, cell
 
 
 def _guarded_by(tensor: torch.Tensor) -> Sequence[tuple[Guarded, Cell]]:
-    """The parameter that a tensor is, or a view of, or detached from; several if they share their memory."""
+    """Return the parameter that a tensor is, is a view of, or is detached from; several if they share memory."""
     found = find(tensor)
     if found is None and tensor._base is not None:
         found = find(tensor._base)
@@ -214,24 +215,24 @@ def _unpack(saved: Saved) -> torch.Tensor:
     if now not in (version, None) and version is not None:
         raise AutogradError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} instead. "
-            "Steps of optimizers must be made with gradwire.optim or inside gradwire.params.snapshots.stepping"
+            f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} "
+            f"instead. Step optimizers through gradwire.optim, or inside gradwire.params.snapshots.stepping"
         )
     return tensor
 
 
-# What is saved keeps these functions alive: were they to know the context, it would keep itself.
+# Saved tensors keep these functions alive: with a reference to the context, it would keep itself alive.
 _hooks = torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
 def announces_use(name: str) -> str:
-    """Mark a function, by the name it is exposed under, that says with `using` what it uses; return the name."""
+    """Mark an exposed function, by name, as one that declares its parameters with `using`; return the name."""
     announcing.add(name)
     return name
 
 
 announcing: set[str] = set()
-"""Functions that announce which shared parameters they use: these may still have to be made when one is called."""
+"""Functions that declare which shared parameters they use: these may be created by the call itself."""
 
 
 @contextlib.contextmanager
@@ -246,10 +247,11 @@ def recording(context: UsesParameters, function: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def using(group: Group, *others: Group) -> Iterator[None]:
-    """Surround a function that uses whole groups, which stay as they are meanwhile; with ``"serialize"``, wait first.
+    """Surround a function that uses whole groups, which do not change meanwhile; with ``"serialize"``, wait first.
 
-    It waits for its turn with `group`. The `others` are what else parameters belong to that it uses: later would be too
-    late, because when torch saves a parameter, it is not possible to wait until it is changed.
+    It waits for its turn with `group`. The `others` are the other groups of the parameters that it uses: it must read
+    them from the
+    start, because it is not possible to wait for a step while torch saves a parameter.
     """
     with contextlib.ExitStack() as stack:
         call = call_of_thread() or stack.enter_context(ReadingCall(None))
@@ -262,7 +264,7 @@ def using(group: Group, *others: Group) -> Iterator[None]:
 
 def _wait_turn(group: Group, context: UsesParameters) -> None:
     turns, context_id = group.turns, context.context_id
-    with lock:  # under which a context ends its turn when it is over; one that it takes later would never end
+    with lock:  # a released context ends its turn under it; a turn taken after that would never end
         if context.released is None and turns.ask_turn(context_id) and group in context.turns:
             return
     if group not in context.turns:
@@ -288,6 +290,6 @@ def _describe(context_id: int) -> str:
     request, rank = current_request(), creator_of(context_id)
     name = f"rank {rank}"
     if request is not None:
-        with contextlib.suppress(Exception):  # it may be gone
+        with contextlib.suppress(Exception):  # the worker may be lost
             name = request.source.server.agent.worker_info(rank).name
     return f"context {context_id} of worker {name}"

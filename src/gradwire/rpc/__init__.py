@@ -1,4 +1,4 @@
-"""Calls to other workers: `torch.distributed.rpc`'s names, working.
+"""Calls to other workers, with the API of `torch.distributed.rpc`.
 
 from gradwire import rpc
 

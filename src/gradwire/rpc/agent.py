@@ -1,7 +1,7 @@
-"""One worker: makes calls, serves calls, notices when others end.
+"""The agent of a worker: makes calls, serves calls, and detects when other workers die.
 
-The agent builds and owns the parts: `client` and `server` are its two halves, `peers` knows the other workers, `reactor`
-and `reader` lend the threads.
+The agent builds and owns the parts: `client` and `server` are its two halves, `peers` tracks the other workers, `reactor`
+and `reader` provide the threads.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from gradwire.wire.devices import DeviceMap
 _log = logging.getLogger("gradwire")
 _ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
 _LAST_ANSWERS_S = 1.0  # until a worker that has said goodbye has closed all its connections
-_TELL_S = 5.0  # how long a new connection waits until the end of an earlier one has been told
+_TELL_S = 5.0  # how long a new connection waits until the end of an earlier one has been reported
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class Agent:
 
     Args:
         address: This worker, without its URIs, which `start` fills in.
-        config: How it runs.
+        config: Settings of this worker.
         trust: The cluster's trust level.
-        directory: Who else is there.
-        transports: By scheme.
-        on_close: Called at the end, to remove what the worker left on disk.
+        directory: Addresses of the other workers.
+        transports: Transports by scheme.
+        on_close: Called at the end, to remove the worker's files.
 
     Attributes:
         is_closed: Whether `close` has begun.
@@ -120,16 +120,16 @@ class Agent:
         self._lost_callbacks: list[Callable[[WorkerAddress, str], None]] = []
         self._connected_callbacks: list[Callable[[WorkerAddress], None]] = []
         self.sweeps: list[Callable[[float], float]] = []  # of the layers above: called by the clock, may not wait
-        self.before_close: list[Callable[[], None]] = []  # what they tell others while connections are still open
-        self.farewells: list[Callable[[float], None]] = []  # what they do before this worker leaves, with a deadline
+        self.before_close: list[Callable[[], None]] = []  # run while connections are still open, to notify others
+        self.farewells: list[Callable[[float], None]] = []  # run before this worker leaves, with a deadline
         self._lock = threading.Lock()  # guards _membership, _telling and is_closed
-        self._told = threading.Condition(self._lock)  # notified when the end of a worker has been told
-        self._telling: dict[str, int] = {}  # workers whose end is being told, and the threads that do it
+        self._told = threading.Condition(self._lock)  # notified when the end of a worker has been reported
+        self._telling: dict[str, int] = {}  # workers whose end is being reported, and the threads that do it
         self.is_closed = False
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
         self.notices = Notices(self)
-        self.extensions: dict[str, Any] = {}  # what the layers above keep for this worker, by their name
+        self.extensions: dict[str, Any] = {}  # state of the layers above for this worker, by layer name
         self.server.register_control("cancel", self.server.cancel, CallId)
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class Agent:
         return Identity(address=self.address, trust=self.trust, token=self.config.token)
 
     def start(self) -> None:
-        """Begin to listen and to serve."""
+        """Start listening and serving."""
         try:
             for transport in self.transports.values():
                 self._listeners.append(transport.listen(self.info.name))
@@ -183,7 +183,7 @@ class Agent:
     def ask_all(
         self, names: Iterable[str], operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
     ) -> dict[str, Any]:
-        """Ask several workers at once; return the answers by name of those that give a valid one within `timeout_s`."""
+        """Run a control operation on several workers; return the valid answers received within `timeout_s`, by name."""
         deadline = time.monotonic() + timeout_s
         futures, answers = {}, {}
         for name in names:
@@ -217,7 +217,7 @@ class Agent:
     def _outdated(self, address: WorkerAddress) -> AuthenticationFailed:
         name, reason = address.info.name, self._membership.lost_reason(address.info.name)
         if reason is not None:
-            return AuthenticationFailed(f"this incarnation of worker {name} was given up: {reason}")
+            return AuthenticationFailed(f"this incarnation of worker {name} was declared lost: {reason}")
         return AuthenticationFailed(f"a newer incarnation of worker {name} is known")
 
     def incarnation_of(self, name: str) -> int:
@@ -229,18 +229,18 @@ class Agent:
         return self._membership.newest(name)
 
     def has_ended(self, name: str) -> bool:
-        """Return whether a worker's end was noticed, and it has not been connected since."""
+        """Return whether a worker was found dead and has not reconnected."""
         return self._membership.has_ended(name)
 
     def lost_reason(self, name: str) -> str | None:
-        """Return how a worker ended, as the process that supervises it says; None while it counts as a member."""
+        """Return how a worker ended according to its supervisor; None while it counts as a member."""
         return self._membership.lost_reason(name)
 
     def on_connected(self, address: WorkerAddress) -> int:
-        """Note a connection with a worker; return what its end has to be told with, as `num_ends`.
+        """Record a connection with a worker; return the `num_ends` with which its end must be reported.
 
         Raises:
-            AuthenticationFailed: The process that supervises the worker has given it up since it was admitted.
+            AuthenticationFailed: The worker's supervisor has declared it lost since it was admitted.
         """
         num_ends = self._on_alive(address)
         for callback in list(self._connected_callbacks):
@@ -248,10 +248,10 @@ class Agent:
         return num_ends
 
     def _on_alive(self, address: WorkerAddress) -> int:
-        """Note that an incarnation of a worker is there: an older one has ended."""
+        """Record that an incarnation of a worker is alive, so that an older one has ended."""
         name, own = address.info.name, threading.get_ident()
         with self._told:
-            # What is told of an earlier end comes before what is told of this connection.
+            # Reports of an earlier end must come before those of this connection.
             _interrupts.wait_for(self._told, lambda: self._telling.get(name, own) == own, _TELL_S)
             if self._membership.is_dismissed(address):
                 raise self._outdated(address)
@@ -265,8 +265,8 @@ class Agent:
     def on_worker_ended(
         self, address: WorkerAddress, reason: str, *, was_orderly: bool, num_ends: int | None = None
     ) -> None:
-        """Fail everything that waits for a worker that is gone, and tell the layers above, once."""
-        # num_ends: what `on_connected` returned for the connection whose end tells; None if no connection does.
+        """Fail everything that waits for a lost worker and notify the layers above, once."""
+        # num_ends: the result of `on_connected` for the connection whose end is the evidence; None if there is none.
         name = address.info.name
         with self._told:
             if self.is_closed or not self._membership.on_ended(address, num_ends):
@@ -301,20 +301,20 @@ class Agent:
         self._lost_callbacks.append(callback)
 
     def dismiss(self, name: str, incarnation: int, reason: str, *, is_final: bool = False) -> None:
-        """Give up an incarnation of a worker, and earlier ones, because the process that supervises it says so.
+        """Declare an incarnation of a worker and all earlier ones lost, on behalf of its supervisor.
 
-        Calls to it fail with this reason (``killed by SIGKILL``) until a later incarnation is there. It is refused here from
-        now on, even if it still lives. Nothing happens to a later one.
+        Calls to it fail with this reason (``killed by SIGKILL``) until a later incarnation connects. Its connections are
+        refused from now on, even if it is still alive. A later incarnation is not affected.
 
         Args:
-            name: The worker.
-            incarnation: The one that ended, or does not belong to the cluster any more.
-            reason: In words.
-            is_final: Whether the worker is not a member any more.
+            name: Name of the worker.
+            incarnation: The incarnation that ended or no longer belongs to the cluster.
+            reason: The reason, for error messages.
+            is_final: Whether the worker is no longer a member.
         """
         with self._told:
             is_newest = self._membership.on_dismissed(name, incarnation, reason)
-        with contextlib.suppress(UnknownWorker):  # it came and went before this worker was told of it
+        with contextlib.suppress(UnknownWorker):  # it joined and left before this worker learned of it
             if is_newest:
                 address = msgspec.structs.replace(self.directory.find(name), incarnation=incarnation)
                 self.on_worker_ended(address, reason, was_orderly=False)
@@ -325,25 +325,25 @@ class Agent:
             self.directory.remove(name)
 
     def welcome(self, address: WorkerAddress) -> None:
-        """Take a worker for a member because the process that supervises the cluster says so: a new one, or a new start."""
+        """Admit a worker, new or restarted, as a member on behalf of the cluster's supervisor."""
         is_news = self._membership.is_current(address) and address.incarnation > self._membership.newest(
             address.info.name
         )
         if address.info.name == self.info.name or not is_news:
             return
         self.directory.add(address)
-        with contextlib.suppress(AuthenticationFailed):  # it was given up meanwhile
+        with contextlib.suppress(AuthenticationFailed):  # it was declared lost in the meantime
             self._on_alive(address)
 
     def shutdown(self, graceful: bool = True, timeout_s: float = 0.0) -> None:
         """Leave the cluster.
 
         Args:
-            graceful: Wait until every worker has called `shutdown` and all calls have ended.
-            timeout_s: How long to wait for that; 0 waits as long as the others live.
+            graceful: Wait until every worker has called `shutdown` and all calls have completed.
+            timeout_s: How long to wait for that; 0 waits as long as the other workers are alive.
 
         Raises:
-            RpcTimeout: A worker did not come in time; this one has left all the same.
+            RpcTimeout: A worker did not call it in time; this one has left anyway.
         """
         try:
             if graceful and not self.is_closed:
@@ -363,12 +363,12 @@ class Agent:
             except WorkerLost as lost:
                 known = names or [info.name for info in self.directory.infos()]
                 names = [name for name in known if name != lost.worker]
-                _log.warning("%s shuts down without waiting for %s: %s", self.info.name, lost.worker, lost)
+                _log.warning("%s is shutting down without waiting for %s: %s", self.info.name, lost.worker, lost)
                 if names == known or self.info.name not in names:
                     return
 
     def close(self) -> None:
-        """End everything now: pending calls fail, running functions lose their callers. Idempotent."""
+        """Stop at once: pending calls fail, and results of running functions are discarded. Idempotent."""
         with self._lock:
             if self.is_closed:
                 return
@@ -378,18 +378,20 @@ class Agent:
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())
             listener.close()
-        with contextlib.ExitStack() as steps:  # the last one first, and each of them even if Ctrl-C ends a wait before
+        with (
+            contextlib.ExitStack() as steps
+        ):  # runs in reverse order, each step even if Ctrl-C interrupts an earlier one
             steps.callback(_interrupts.uninstall)
             steps.callback(self._closed.set)
             steps.callback(self._on_close)
             steps.callback(self.reactor.close)
             steps.callback(self.server.close)
             steps.callback(self.client.close)
-            # Before any connection ends, which tells a worker that this one has left.
+            # Before any connection closes, because that tells a worker that this one has left.
             self.server.wait_answered(time.monotonic() + _ANSWER_S)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: closes the copies of the parent's descriptors, so that the parent's end is noticed."""
+        """Close the copies of the parent's descriptors in a forked child, so that the parent's end can be detected."""
         self.is_closed = True
         for descriptor in [item.fileno() for item in (*(item.stream for item in self.connections()), *self._listeners)]:
             with contextlib.suppress(OSError):
@@ -405,11 +407,11 @@ class Agent:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether no call is under way from here or to here."""
+        """Whether no call from or to this worker is in progress."""
         return self.server.is_idle and not self.client.num_pending
 
     def statistics(self) -> AgentStatistics:
-        """Return a snapshot of what this worker does."""
+        """Return a snapshot of this worker's activity."""
         slots, streams = self.server.slots, [item.stream for item in self.connections()]
         return AgentStatistics(
             name=self.info.name,
@@ -429,11 +431,11 @@ class Agent:
 
 
 attachments: list[Callable[[Agent], None]] = []
-"""What the layers above do to every new agent before it starts (register control operations, add interceptors)."""
+"""Functions with which the layers above extend every new agent before it starts (control operations, interceptors)."""
 
 _LIFE_NS = 86_400 * 10**9
-"""How far ahead a worker begins whose clock was set back: the layers above count ids from the incarnation on, and the one
-before it may have given out as many as belong to that time."""
+"""How far ahead the incarnation of a worker starts if its clock was set back: the layers above derive ids from it, and the
+previous incarnation may have used all ids of that time."""
 
 
 def start_worker(
@@ -483,7 +485,7 @@ def start_worker(
 
 
 def _digest_of_main() -> str:
-    """Tell whether two workers run the same script; empty in a notebook or an interactive interpreter."""
+    """Return a digest that is equal for workers that run the same script; empty in a notebook or interactive interpreter."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32] if path else ""
@@ -494,8 +496,8 @@ def _digest_of_main() -> str:
 def check_name(name: str, limit: int) -> None:
     """Refuse names that would be confusing in messages, paths or logs."""
     if not name:
-        raise InvalidName("a worker's name must be non-empty")
+        raise InvalidName("a worker's name must not be empty")
     if len(name.encode()) > limit:
-        raise InvalidName(f"a worker's name must be shorter than {limit} characters or as long, unlike {name!r}")
+        raise InvalidName(f"a worker's name must have at most {limit} characters, unlike {name!r}")
     if not is_worker_name(name):
         raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', unlike {name!r}")

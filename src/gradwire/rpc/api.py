@@ -1,4 +1,4 @@
-"""The functions that people call: PyTorch's names, on the agent of this process."""
+"""The public functions of `gradwire.rpc`, with PyTorch's names, for the agent of this process."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ from gradwire.rpc.rendezvous import Meeting, StoreDirectory
 from gradwire.types import WorkerInfo
 
 ShutDown = Callable[[bool, float], None]
-"""Does what `shutdown(graceful, timeout)` is asked for."""
+"""Implements `shutdown(graceful, timeout)`."""
 
 _agent: Agent | None = None
-_shut_down: ShutDown | None = None  # of a cluster that _agent belongs to; None if it may leave on its own
+_shut_down: ShutDown | None = None  # of the cluster that _agent belongs to; None if it may leave on its own
 _lock = threading.Lock()  # guards _agent and _shut_down
-_reserved_for: str | None = None  # the worker that a cluster started this process to be
+_reserved_for: str | None = None  # the worker that a cluster started this process as
 _thread_local_var = threading.local()  # .future_list: futures of the innermost _wait_all block, if inside one
 
 
 def is_available() -> bool:
-    """Return whether calls between workers can be made on this platform."""
+    """Return whether this platform supports calls between workers."""
     return hasattr(os, "eventfd")
 
 
@@ -50,7 +50,7 @@ def current_agent() -> Agent:
     """Return the agent of this process.
 
     Raises:
-        NotInitialized: There is none.
+        NotInitialized: This process is not a worker.
     """
     agent = _agent
     if agent is None:
@@ -62,10 +62,10 @@ def current_agent() -> Agent:
 
 
 def set_current_agent(agent: Agent | None, shut_down: ShutDown | None = None) -> None:
-    """Make an agent the one that the functions of this module use.
+    """Set the agent that the functions of this module use.
 
     Args:
-        agent: The agent, or None for no agent.
+        agent: The agent, or None to remove it.
         shut_down: What `shutdown` does instead of `Agent.shutdown`, for an agent that a cluster started.
 
     Raises:
@@ -81,30 +81,30 @@ def set_current_agent(agent: Agent | None, shut_down: ShutDown | None = None) ->
 def _check_no_agent() -> None:
     if _agent is not None and not _agent.is_closed:
         raise AlreadyInitialized(
-            f"RPC is already initialized in this process, as worker {_agent.info.name}; call shutdown() first"
+            f"RPC is already initialized in this process as worker {_agent.info.name}; call shutdown() first"
             f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
         )
 
 
 def reserve_process(name: str | None) -> None:
-    """Note that a cluster has this process to be one worker: `init_rpc` and `Cluster.local` are refused in it.
+    """Reserve this process for a worker of a cluster, so that `init_rpc` and `Cluster.local` are refused.
 
-    None notes that it has given the process back.
+    None releases the reservation.
     """
     global _reserved_for
     _reserved_for = name
 
 
 def reserved_for() -> str | None:
-    """Return the name of the worker that a cluster started this process to be; None in any other process."""
+    """Return the name of the worker that a cluster started this process as; None in any other process."""
     return _reserved_for
 
 
 def refuse_shutdown(graceful: bool, timeout: float) -> None:
-    """Do what `shutdown` does in a process that a cluster started to be a worker."""
+    """Implement `shutdown` in a process that a cluster started as a worker, by refusing it."""
     raise RpcError(
-        f"{_reserved_for} was started by a cluster's driver, in another process, which ends it: call cluster.close() or "
-        "gradwire.rpc.shutdown() there"
+        f"{_reserved_for} was started by a cluster's driver and can only be shut down from there: call cluster.close() "
+        "or gradwire.rpc.shutdown() in the driver"
     )
 
 
@@ -119,12 +119,12 @@ def find_import() -> FrameType | None:
 
 
 def guard_hint(statement: str) -> str:
-    """Return advice, to be added to an error, for a script that starts workers while it is imported.
+    """Return advice to append to an error, for a script that starts workers while it is imported.
 
-    A worker that needs something from the program's script imports it, and so runs what is not under the guard.
+    A worker that needs something from the program's script imports it, which runs all code outside the guard.
 
     Args:
-        statement: What has to go under the guard.
+        statement: The statement to guard.
 
     Returns:
         The advice; empty if no import runs the current code.
@@ -133,8 +133,8 @@ def guard_hint(statement: str) -> str:
     if frame is None:
         return ""
     return (
-        f".\n{frame.f_code.co_filename}, line {frame.f_lineno}, runs because this process imports that file (as "
-        f"{frame.f_globals.get('__name__')}). Put the code that only the program itself is to run under a guard:\n\n"
+        f".\n{frame.f_code.co_filename}, line {frame.f_lineno}, runs because this process imports the file (as "
+        f"{frame.f_globals.get('__name__')}). Guard code that only the main program should run:\n\n"
         f'    if __name__ == "__main__":\n        {statement}\n'
     )
 
@@ -148,25 +148,26 @@ def init_rpc(
     *,
     start_serving: bool = True,
 ) -> None:
-    """Make this process a worker, and wait for the others.
+    """Make this process a worker and wait for the others.
 
     Args:
         name: Unique in the cluster.
-        backend: For programs written for PyTorch; there is one backend.
-        rank: 0 to world_size - 1; from ``RANK`` if not given.
-        world_size: Number of workers; from ``WORLD_SIZE`` if not given; without either, workers come and go.
-        rpc_backend_options: `RpcOptions` or PyTorch's.
-        start_serving: False holds calls of other workers back until this one calls `start_serving`, so that they do not
-            meet a worker that is still setting itself up. They wait as long as their deadline allows.
+        backend: Accepted for compatibility with PyTorch; there is one backend.
+        rank: 0 to world_size - 1; taken from ``RANK`` if not given.
+        world_size: Number of workers; taken from ``WORLD_SIZE`` if not given. Without either, workers may join and leave
+            at any time.
+        rpc_backend_options: `RpcOptions`, or PyTorch's options.
+        start_serving: If False, calls from other workers are held until this one calls `start_serving`, so that they do
+            not reach a worker that is still setting up. They wait until their deadline.
 
     Raises:
-        ConfigurationError: An argument is wrong, or this process is a worker already.
-        RendezvousFailed: Not every rank arrived in time; says which.
+        ConfigurationError: An argument is wrong, or this process is already a worker.
+        RendezvousFailed: Not every rank arrived in time; the message lists the missing ones.
     """
     _check_no_agent()
     if _reserved_for is not None:
         raise AlreadyInitialized(
-            f"this process was started by Cluster.local to be worker {_reserved_for}, and cannot be another one"
+            f"this process was started by Cluster.local as worker {_reserved_for} and cannot be another worker"
             f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
         )
     if backend is not None:
@@ -177,7 +178,7 @@ def init_rpc(
         try:
             _meet(name, rank, world_size, options, deadline, start_serving)
             return
-        except MeetingPointLost:  # rank 0 was just leaving; it may come back
+        except MeetingPointLost:  # rank 0 was just shutting down; it may come back
             if time.monotonic() >= deadline:
                 raise
 
@@ -192,7 +193,7 @@ def _meet(
     has_met = False
 
     def leave() -> None:
-        if agent is not None:  # one that could not start has to say so first
+        if agent is not None:  # a worker that could not start reports that first
             point.store.leave(info)
 
     try:
@@ -208,7 +209,7 @@ def _meet(
             raise
         if not start_serving:
             agent.server.hold_calls()
-        set_current_agent(agent)  # before others know of it: what they call may make calls of its own at once
+        set_current_agent(agent)  # before others can call this worker: their functions may make calls at once
         directory.publish(agent)
         if point.world_size is not None:
             Meeting(agent, directory, point).join(deadline)
@@ -235,17 +236,16 @@ def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Leave the cluster.
 
-    In the program that started a `gradwire.Cluster` this closes the cluster, as `Cluster.close` does: it waits for the
-    calls which this process has made (`timeout` seconds, or 5 if that is 0), not for the workers to call `shutdown`.
+    In the program that started a `gradwire.Cluster`, this closes the cluster like `Cluster.close`: it waits for the calls
+    made by this process (`timeout` seconds, or 5 if that is 0), not for the workers to call `shutdown`.
 
     Args:
-        graceful: Wait until every worker has called `shutdown` and all calls have ended. A worker that died is not
-            waited for.
-        timeout: Seconds to wait for that; 0 waits as long as the others live.
+        graceful: Wait until every live worker has called `shutdown` and all calls have completed.
+        timeout: Seconds to wait for that; 0 waits as long as the other workers are alive.
 
     Raises:
-        RpcTimeout: A worker did not call `shutdown` in time; this one has left all the same.
-        RpcError: This process was started by `Cluster.local`; only the program that started it can end it.
+        RpcTimeout: A worker did not call `shutdown` in time; this one has left anyway.
+        RpcError: This process was started by `Cluster.local`; only the program that started it can shut it down.
         NotInitialized: This process is not a worker.
     """
     agent = current_agent()
@@ -253,7 +253,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         _shut_down(graceful, timeout)
         return
     if graceful:
-        agent.server.start_serving()  # the others cannot leave before their calls have ended
+        agent.server.start_serving()  # the others cannot leave before their calls have completed
     try:
         agent.shutdown(graceful, timeout)
     finally:
@@ -261,9 +261,9 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def start_serving() -> None:
-    """Serve calls from here on, in a worker that was made with ``init_rpc(..., start_serving=False)``.
+    """Start serving calls, in a worker made with ``init_rpc(..., start_serving=False)``.
 
-    Calls that have arrived since run now. In a worker that serves already this has no effect.
+    Calls that are being held run now. In a worker that already serves calls this has no effect.
 
     Raises:
         NotInitialized: This process is not a worker.
@@ -275,20 +275,21 @@ def barrier(worker_names: Sequence[str] | None = None, timeout: float = UNSET_RP
     """Block until every worker has called `barrier`.
 
     Args:
-        worker_names: The workers to wait for, which must name the same ones; all workers if not given, and with a
-            `gradwire.Cluster` the driver, too.
-        timeout: Seconds; 0 for no limit; `UNSET_RPC_TIMEOUT` for the default of calls.
+        worker_names: The workers to wait for, all of which must pass the same names; all workers if not given, which
+            includes the driver of a `gradwire.Cluster`.
+        timeout: Seconds; 0 for no limit; `UNSET_RPC_TIMEOUT` for the default timeout of calls.
 
     Raises:
         RpcTimeout: Some workers did not call it in time; the message names them.
         WorkerLost: A worker died.
-        ConfigurationError: This worker is not among the named ones; or workers come and go, and none are named.
+        ConfigurationError: This worker is not in `worker_names`, or the names are missing although `init_rpc` was called
+            without `world_size`.
     """
     agent = current_agent()
     if worker_names is None and not agent.directory.is_fixed:
         raise ConfigurationError(
-            "barrier() has to be told the names of the workers, because workers come and go: init_rpc was called without "
-            "world_size"
+            "barrier() needs the names of the workers, because init_rpc was called without world_size and workers may join "
+            "and leave"
         )
     try:
         _all_gather(None, worker_names, timeout)
@@ -308,18 +309,18 @@ def rpc_sync(
     Args:
         to: Name, rank or `WorkerInfo`.
         func: The function; with ``trust="data"`` an exposed one, or its exposed name.
-        args: Its arguments, captured now.
+        args: Its arguments, captured when this function is called.
         kwargs: Its keyword arguments.
-        timeout: Seconds; 0 for none; `UNSET_RPC_TIMEOUT` for the default. Inside a function that was itself called,
-            never more than what that call has left.
+        timeout: Seconds; 0 for no timeout; `UNSET_RPC_TIMEOUT` for the default. Inside a function called by another
+            worker, it is limited to the time that call has left.
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
-        CannotSend: An argument cannot travel.
-        RpcTimeout: The deadline passed; `phase` says where the call was.
+        CannotSend: An argument cannot be sent.
+        RpcTimeout: The deadline passed; `phase` says how far the call had got.
         WorkerLost: The worker died or cannot be reached.
-        RemoteCallFailed: The function raised something whose type is not known here.
-        Exception: What the function raised, as its own type.
+        RemoteCallFailed: The function raised an exception whose type is not known here.
+        Exception: The function's exception, with its own type.
     """
     agent = _agent or current_agent()
     return agent.client.call(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)
@@ -332,12 +333,12 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> CallFuture[Any]:
-    """Do as `rpc_sync`, but return a `torch.futures.Future` at once; it also has ``cancel()``.
+    """Start a call like `rpc_sync` and return a `torch.futures.Future`, which also has ``cancel()``.
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
-        CannotSend: An argument cannot travel.
-        RpcTimeout: No connection, or no room on it, before the deadline.
+        CannotSend: An argument cannot be sent.
+        RpcTimeout: The call could not be sent before the deadline.
         WorkerLost: The worker cannot be reached.
     """
     agent = _agent or current_agent()
@@ -349,23 +350,23 @@ def rpc_async(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Return name and rank of a worker; of this one if none is named.
+    """Return the name and rank of a worker; of this one if no name is given.
 
     Raises:
-        UnknownWorker: There is none of that name.
+        UnknownWorker: No worker has that name.
     """
     return current_agent().worker_info(worker_name)
 
 
 def get_rpc_timeout() -> float:
-    """Return the deadline in seconds of calls that name none."""
+    """Return the default timeout of calls, in seconds."""
     return current_agent().client.default_timeout_s
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Switch on or off that this worker measures how long its threads wait for Python's global lock.
+    """Enable or disable measuring how long this worker's threads wait for the GIL.
 
-    `_get_debug_info` then has the mean as ``gil_average_wait_time_us``.
+    `_get_debug_info` then reports the mean as ``gil_average_wait_time_us``.
     """
     reactor = current_agent().reactor
     reactor.gil_meter = GilMeter() if flag else None
@@ -385,7 +386,7 @@ _get_current_rpc_agent = current_agent
 
 @contextlib.contextmanager
 def _wait_all() -> Iterator[None]:
-    """Waits, at the end of the block, for every `rpc_async` made inside it by this thread."""
+    """Wait, at the end of the block, for every `rpc_async` that this thread made inside it."""
     outer = getattr(_thread_local_var, "future_list", None)
     futures: list[CallFuture[Any]] = []
     _thread_local_var.future_list = futures
@@ -403,10 +404,10 @@ def _wait_all() -> Iterator[None]:
 def _all_gather(
     obj: Any, worker_names: Sequence[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """Return the object of every worker by name; every named worker must call it.
+    """Return every worker's object by worker name; all named workers must call this function.
 
     Raises:
-        RpcTimeout: A worker did not; the message names it.
+        RpcTimeout: A worker did not call it in time; the message names it.
         WorkerLost: A worker died.
     """
     agent = current_agent()
@@ -421,13 +422,13 @@ def _barrier(worker_names: Sequence[str] | None = None) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Return when every worker has called it and no call is under way anywhere."""
+    """Return when every worker has called it and no call is in progress on any worker."""
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     current_agent().gathering.wait_all_quiet(deadline)
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Return numbers about this worker, as text."""
+    """Return statistics of this worker as text."""
     agent = current_agent()
     statistics = agent.statistics()
     info = {name: str(getattr(statistics, name)) for name in statistics.__slots__}
@@ -437,14 +438,14 @@ def _get_debug_info() -> dict[str, str]:
 
 
 def _close_at_exit() -> None:
-    """Leave in good order when a program ends without `shutdown`."""
+    """Close the agent in an orderly way when a program exits without `shutdown`."""
     agent = _agent
     if agent is not None:
         agent.close()
 
 
 def _forget_after_fork() -> None:
-    """Forget the agent in a forked child, which is not a worker: the connections are its parent's."""
+    """Drop the agent in a forked child, which is not a worker: the connections belong to its parent."""
     global _agent, _shut_down, _reserved_for
     agent, _agent, _shut_down, _reserved_for = _agent, None, None, None
     if agent is not None:

@@ -1,7 +1,7 @@
-"""Backends by name, as `torch.distributed.rpc.backend_registry` has them.
+"""Registry of backends by name, like `torch.distributed.rpc.backend_registry`.
 
-gradwire has one way to carry calls, which chooses its transports by itself, so there is one backend. It answers to
-PyTorch's name, too. Others can be registered by programs that bring their own options.
+gradwire has a single backend, which chooses its transports itself. It is also registered under PyTorch's name. Programs can
+register others with their own options.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from gradwire.rpc.options import (
 
 
 class BackendValue(NamedTuple):
-    """How to make a backend's options, and how to start it."""
+    """Functions that make a backend's options and start the backend."""
 
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
     init_backend_handler: Callable[..., Any]
 
 
 class _Members(type):
-    """Lets a class be asked for its members as an enumeration is, and take more of them later."""
+    """Make a class behave like an enumeration to which members can be added later."""
 
     __members__: dict[str, BackendType]
 
@@ -43,11 +43,11 @@ class _Members(type):
 
 
 class BackendType(metaclass=_Members):
-    """The backends there are, as an enumeration that `register_backend` adds to.
+    """Enumeration of the backends; `register_backend` adds to it.
 
     Attributes:
-        name: Under which it was registered.
-        value: Its two functions.
+        name: Name of the backend.
+        value: Its functions.
     """
 
     __members__: ClassVar[dict[str, BackendType]] = {}
@@ -79,21 +79,21 @@ BackendType("TENSORPIPE", BackendValue(TensorPipeRpcBackendOptions, _init))
 
 
 def find_backend(backend: Any) -> BackendType:
-    """Return the backend of that name, or of the name that a member of another enumeration, such as torch's, has.
+    """Return a backend by name, or by the name of a member of another enumeration such as torch's.
 
     Raises:
-        ConfigurationError: No such backend.
+        ConfigurationError: There is no such backend.
     """
     if isinstance(backend, BackendType):
         return backend
     name = getattr(backend, "name", backend)
     if name not in BackendType.__members__:
-        raise ConfigurationError(f"no backend {name!r}; there are {', '.join(BackendType.__members__)}")
+        raise ConfigurationError(f"unknown RPC backend {name!r}; known backends: {', '.join(BackendType.__members__)}")
     return BackendType[name]
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Return whether a backend of that name is known."""
+    """Return whether a backend of that name is registered."""
     return backend_name in BackendType.__members__
 
 
@@ -102,7 +102,7 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: Callable[..., Any],
 ) -> BackendType:
-    """Make a further backend known.
+    """Register another backend.
 
     Raises:
         RuntimeError: The name is taken.
@@ -121,7 +121,7 @@ def construct_rpc_backend_options(
     """Return options for a backend.
 
     Raises:
-        ConfigurationError: No such backend.
+        ConfigurationError: There is no such backend.
     """
     make = find_backend(backend).value.construct_rpc_backend_options_handler
     return make(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
@@ -131,6 +131,6 @@ def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
     """Start a backend; return its agent.
 
     Raises:
-        ConfigurationError: No such backend.
+        ConfigurationError: There is no such backend.
     """
     return find_backend(backend).value.init_backend_handler(*args, **kwargs)

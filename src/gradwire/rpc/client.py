@@ -1,10 +1,10 @@
-r"""The half of a worker that makes calls: starts them, waits for them, ends them.
+r"""The client half of a worker: starts calls, waits for them and completes them.
 
     start --> sent --> answered, or lost with its worker
-                 \--> deadline: the callee is asked how far it got, then it ends
+                 \--> deadline: the callee is asked for the call's progress, then the call ends
                  \--> cancelled: the callee is told to drop it
 
-The thread that takes a call out of the table of its connection ends it (`pending_calls`).
+The thread that removes a call from the table of its connection completes it (`pending_calls`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 _getsignal: Any = _signal.getsignal  # `signal.getsignal` is several calls around it
 _log = logging.getLogger("gradwire")
-_PHASE_GRACE_S = 0.25  # how long a callee may take to say how far a timed-out call got
-_EXPIRE_LOOK_S = 0.005  # between looks at a call whose deadline has passed, and which the clock is about to end
+_PHASE_GRACE_S = 0.25  # how long a callee may take to report the progress of a timed-out call
+_EXPIRE_LOOK_S = 0.005  # poll interval for a call whose deadline has passed and which the clock is about to end
 _SWEEP_S = 1.0
 _NEVER = float("inf")
 
@@ -48,9 +48,9 @@ class Client:
 
     Attributes:
         loopback: The connection for calls of this worker to itself.
-        default_timeout_s: Deadline of calls that name none; 0 for none.
+        default_timeout_s: Default timeout of calls; 0 for no timeout.
         num_made: Calls made so far.
-        completing: Calls that were answered, and whose callbacks run or are about to.
+        completing: Answered calls whose callbacks are running or about to run.
     """
 
     def __init__(self, agent: Agent) -> None:
@@ -71,10 +71,10 @@ class Client:
         """Run a function on another worker and return its result.
 
         Raises:
-            CannotSend: An argument cannot travel.
-            RpcTimeout: The deadline passed; `phase` says where.
+            CannotSend: An argument cannot be sent.
+            RpcTimeout: The deadline passed; `phase` says how far the call had got.
             WorkerLost: The worker died or cannot be reached.
-            Exception: Whatever the function raised.
+            Exception: The function's exception.
         """
         call = self.start(to, function, args, kwargs, timeout_s)
         try:
@@ -87,7 +87,7 @@ class Client:
             self.cancel_soon(call)
             raise
         finally:
-            del call  # an error knows this frame, and would know itself through it
+            del call  # an error refers to this frame, and would refer to itself through it
 
     def submit(
         self,
@@ -124,10 +124,10 @@ class Client:
         """Start a call.
 
         Args:
-            on_done: Runs in the thread that ends the call; must not wait for anything. Not called if this raises.
-            notes: Travel with the call, beside those of the interceptors.
-            is_watched: Whether the answer is read as soon as it is there; else by a thread that waits for it or for
-                another answer of that worker, or by the clock within a second or two.
+            on_done: Runs in the thread that completes the call; must not block. Not called if this raises.
+            notes: Sent with the call, in addition to those of the interceptors.
+            is_watched: Whether the reply is read as soon as it arrives; otherwise it is read by a thread that waits for it
+                or for another reply of that worker, or by the clock within a second or two.
         """
         agent = self._agent
         if agent.is_closed:
@@ -204,21 +204,21 @@ class Client:
             # Held back while a thread handles answers, which sends it afterwards: once for many calls.
             if call.future is not None and reader is not None and reader.will_flush:
                 connection.stream.send(message, packed.body, packed.tensors, deadline, True, devices)
-                reader.must_flush = True  # only now: a flush that came before has not sent it
+                reader.must_flush = True  # only now: an earlier flush has not sent it
                 if not reader.will_flush:
                     connection.stream.flush(deadline)
             else:
                 connection.stream.send(message, packed.body, packed.tensors, deadline, False, devices)
             is_sent = True
         except ConnectionClosed as error:  # the callee has not got all of it, so it cannot have begun
-            is_sent = calls.pop(call.call_id, None) is None  # the thread that took it out has ended the call
+            is_sent = calls.pop(call.call_id, None) is None  # the thread that removed it has completed the call
             connection.end(error)
             if not is_sent and self._agent.is_closed:
                 raise _closed(self._agent) from error
         except ConnectionLost as error:
             is_sent = True
             connection.end(error)
-            if calls.pop(call.call_id, None) is not None:  # the connection had ended before the call was in its table
+            if calls.pop(call.call_id, None) is not None:  # the connection closed before the call was in its table
                 assert connection.peer is not None
                 self.finish(call, None, connection.peer.lost(str(error), call))
         except TimeoutError as error:
@@ -228,7 +228,7 @@ class Client:
             if not is_sent:
                 calls.pop(call.call_id, None)
                 if connection.stream.is_closed:  # half of the message is out: the next call needs another connection
-                    connection.end(ConnectionClosed("a message was cut off"))
+                    connection.end(ConnectionClosed("a message was interrupted while being sent"))
         return is_sent
 
     def control(
@@ -240,17 +240,19 @@ class Client:
         on_done: Callable[[PendingCall], None],
         answer: Any = Any,
     ) -> None:
-        """Start a control operation on another worker; `on_done`, which must not wait, runs when it has ended.
+        """Start a control operation on another worker; `on_done`, which must not block, runs when it has completed.
 
-        The arguments are plain data and tensors. The answer is checked against `answer`, a type that msgspec knows.
+        The arguments are plain data and tensors. The reply is validated against `answer`, a type that msgspec supports.
         """
 
         def check(call: PendingCall) -> None:
             if call.error is None:
                 try:
-                    problem = f"what {to} answered to {call.function} is not valid"
+                    problem = f"worker {to} sent an invalid result for {call.function}"
                     call.value = read_plain(call.value, answer, problem)
-                except DecodeError as error:  # another one is kept: the frames of this one know the call and its value
+                except (
+                    DecodeError
+                ) as error:  # a new error is kept: the frames of this one refer to the call and its value
                     call.value, call.error = None, DecodeError(str(error))
             on_done(call)
 
@@ -264,10 +266,10 @@ class Client:
             pass
 
     def wait(self, call: PendingCall, deadline: float = _NEVER, is_released: bool = False) -> None:
-        """Block until a call has ended, or the deadline is over; read its answer in this thread if no other does.
+        """Block until a call has completed or the deadline has passed; read its reply in this thread if no other does.
 
-        The call is given up if the function that waits for it here is. `is_released`: the thread has given up what it must
-        not keep while it waits.
+        The call is cancelled if the function that waits for it here is. `is_released`: the thread has already released
+        what it must not hold while it waits.
         """
         if not is_released and (current.request is not None or current.holds):
             with self._agent.server.waiting(), self._nested(call):
@@ -278,19 +280,19 @@ class Client:
             now = time.monotonic()
             if now >= deadline:
                 return
-            # Past its own deadline the clock ends the call; until it has, look often.
+            # After its deadline, the clock ends the call; poll until it has.
             until = min(max(call.deadline, now + _EXPIRE_LOOK_S), deadline)
             if call.is_over or reader is None or not reader.read_until(call, until):
                 self._wait_for_others(call, until)
 
     def wait_until(self, call: PendingCall, deadline: float) -> None:
-        """Do as `wait`, but the call goes on when the function that waits for it is given up."""
+        """Wait like `wait`, but do not cancel the call if the function that waits for it is cancelled."""
         with while_waiting():
             self.wait(call, deadline, is_released=True)
 
     @contextlib.contextmanager
     def _nested(self, call: PendingCall) -> Iterator[None]:
-        """Note that a function which was called waits for a call of its own: dropping the one drops the other."""
+        """Record that the function being served waits for its own call: cancelling the one cancels the other."""
         request = current.request
         if request is None:
             yield
@@ -314,10 +316,10 @@ class Client:
             call.waiters.remove(ended)
 
     def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
-        """End a call; only for the thread that took it out of its table."""
+        """Complete a call; only for the thread that removed it from its table."""
         call.value, call.error = value, error
         if call.transfer_status is not None:
-            call.transfer_status.call_id = 0  # what it carries has arrived by now, or is not wanted there
+            call.transfer_status.call_id = 0  # its contents have arrived, or are no longer wanted there
         future = call.future
         if future is not None:
             self.completing.add(call)
@@ -330,7 +332,7 @@ class Client:
         call.is_over = call.is_done = True
         if call.waiters:
             call.wake()
-        on_done, call.on_done = call.on_done, None  # it may know a future that is to keep the call
+        on_done, call.on_done = call.on_done, None  # it may refer to a future that refers to the call
         if on_done is not None:
             on_done(call)
 
@@ -357,11 +359,13 @@ class Client:
                 call.wake()
 
     def cancel(self, call: PendingCall) -> bool:
-        """Give a call up, and tell the callee to drop it; return False if it had ended already."""
+        """Cancel a call and tell the callee to drop it; return False if it had already completed."""
         if call.table is None or call.table.pop(call.call_id, None) is None:
             return False
         self._tell_to_drop(call, lambda phase: None)
-        self.finish(call, None, CallCancelled(f"call of {call.function} on worker {call.worker} was cancelled here"))
+        self.finish(
+            call, None, CallCancelled(f"call to {call.function} on worker {call.worker} was cancelled by the caller")
+        )
         return True
 
     def cancel_soon(self, call: PendingCall) -> None:
@@ -369,7 +373,7 @@ class Client:
         self._agent.reactor.run_soon(partial(self.cancel, call))
 
     def _tell_to_drop(self, call: PendingCall, on_phase: Callable[[str], None]) -> None:
-        """Tell the callee that the result is not wanted any more; it answers how far the call got."""
+        """Tell the callee that the result is no longer wanted; it replies with the call's progress."""
         if call.worker == self._agent.info.name:
             on_phase(self.loopback.cancel(call.call_id))
             return
@@ -379,11 +383,11 @@ class Client:
 
         try:
             self.control(call.worker, "cancel", (call.call_id,), _PHASE_GRACE_S, on_done, str)
-        except Exception:  # it is lost, say, or no descriptor is left for a connection
+        except Exception:  # such as a lost worker, or no descriptor left for a connection
             on_phase("unknown")
 
     def sweep(self, now: float) -> float:
-        """End calls whose time is over, called by the clock; return when to look again."""
+        """End calls whose deadline has passed and return when to check again; called by the clock."""
         wanted, run_soon = _NEVER, self._agent.reactor.run_soon  # the clock itself must not wait
         for connection in [self.loopback, *self._agent.peers.lanes()]:
             calls = connection.calls
@@ -410,7 +414,7 @@ class Client:
 
     @property
     def num_pending(self) -> int:
-        """Calls under way, those included whose callbacks have not ended."""
+        """Calls in progress, including those whose callbacks are still running."""
         on_lanes = sum(len(lane.calls) for lane in self._agent.peers.lanes() if lane.lane == "calls")
         return on_lanes + len(self.loopback.calls) + len(self.completing)
 
@@ -421,4 +425,4 @@ class Client:
 
 
 def _closed(agent: Agent) -> NotInitialized:
-    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again, or use another Cluster")
+    return NotInitialized(f"worker {agent.info.name} has shut down; call init_rpc again, or start another Cluster")

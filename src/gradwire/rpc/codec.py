@@ -22,24 +22,24 @@ from gradwire.wire.serialization import BARE, Packed, pack_bare, unpack_bare
 from gradwire.wire.tensors import rebuild
 
 EVERY_WORKER = ""
-"""Stands for the peer of a message to several workers at once."""
+"""Placeholder for the peer of a message that goes to several workers."""
 
 
 class TransferTracker(Protocol):
     """Puts things on messages that need to be tracked: references, for instance."""
 
     def on_not_sent(self, contents: dict[Any, Any]) -> None:
-        """Take back what a message carried that will never arrive."""
+        """Roll back the contents of a message that will never arrive."""
 
     def on_arrived(self, contents: dict[Any, Any]) -> None:
-        """Note what a message carried that was unpacked."""
+        """Record the contents of a message that was unpacked."""
 
 
 class TransferStatus:
-    """What the sender of a message knows of it.
+    """Status of a message, kept by its sender.
 
     Attributes:
-        call_id: The call that it is, if that has not ended: it may still have to leave, or be on its way. Else 0.
+        call_id: The id of the call while it has not completed, so that its contents may still be in transit; otherwise 0.
     """
 
     __slots__ = ("call_id",)
@@ -49,13 +49,13 @@ class TransferStatus:
 
 
 class Transfer:
-    """One message on its way.
+    """A message in transit.
 
     Attributes:
-        tracker: Of the worker that packs or unpacks; None if it has none.
+        tracker: The tracker of the worker that packs or unpacks; None if it has none.
         peer: Name of the other worker.
-        contents: What the tracker put on it, or took from it.
-        status: Outlives the transfer, and tells whether the contents may still be under way.
+        contents: Objects that the tracker added or received.
+        status: Whether the contents may still be in transit; outlives the transfer.
     """
 
     __slots__ = ("contents", "peer", "status", "tracker")
@@ -93,7 +93,7 @@ class Codec:
         self._worker = worker
         self._trust = trust
         self._limits = limits
-        self._interceptors = interceptors  # told about every message; the list may grow later
+        self._interceptors = interceptors  # see every message; the list may grow later
         self.tracker: TransferTracker | None = None
 
     def pack_call(
@@ -108,7 +108,9 @@ class Codec:
         if isinstance(function, str):
             name: str | None = function
             if len(function) > self._limits.name_bytes:
-                raise CannotSend(f"a function's name may have {self._limits.name_bytes} characters (Limits.name_bytes)")
+                raise CannotSend(
+                    f"a function's name must have at most {self._limits.name_bytes} characters (Limits.name_bytes)"
+                )
         elif not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
         elif self._trust == "data":
@@ -138,14 +140,14 @@ class Codec:
             return function.load() if type(function) is serialization.CarriedFunction else function, args, kwargs
         args, kwargs = value
         if type(args) is not tuple or type(kwargs) is not dict:
-            raise CannotSend(f"the arguments of {describe_function(function)} are not a tuple and a dict")
+            raise CannotSend(f"the arguments of {describe_function(function)} must be a tuple and a dict")
         return function, args, kwargs
 
     def find(self, name: str) -> Callable[..., Any] | None:
         """Return the function of that name; None when the name is empty (it is in the body)."""
         function = functions.exposed.get(name)
         if function is None and name.startswith("gradwire."):
-            function = functions.exposed_function(name)  # of a layer that is imported when it is first needed
+            function = functions.exposed_function(name)  # of a layer that is imported on first use
         if function is not None:
             return function
         if self._trust == "data":
@@ -160,14 +162,16 @@ class Codec:
     def load_control(self, frame: Frame, message: Call, kind: Any) -> tuple[Any, ...]:
         """Return the arguments of a control operation that arrived, checked against their type."""
         if message.notes:
-            raise DecodeError(f"{message.function} came with notes, which belong to calls")
+            raise DecodeError(f"{message.function} carries notes, which are only allowed in calls")
         values = self.rebuild_tensors(frame, message) if message.tensors else []
         args = serialization.unpack(message.codec, frame.body, values, "data", self._limits)
         return read_plain(args, kind, f"the arguments of {message.function} are not valid")  # type: ignore[no-any-return]
 
     def pack(self, value: Any, to: str, shares_main: bool = False) -> Packed:
         """Pack a value for the worker of that name."""
-        return pack_bare(value) or self._pack_other(value, to, shares_main)  # bare tensors need not know where they go
+        return pack_bare(value) or self._pack_other(
+            value, to, shares_main
+        )  # bare tensors do not depend on the destination
 
     def _pack_other(self, value: Any, to: str, shares_main: bool) -> Packed:
         outer = transfers.outgoing
@@ -199,7 +203,7 @@ class Codec:
         return self.unpack(message.codec, frame.body, values, peer.name)
 
     def unpack(self, codec: int, body: bytes | bytearray, values: list[torch.Tensor], sender: str) -> Any:
-        """Return a value that came from the worker of that name."""
+        """Unpack a value received from the worker of that name."""
         outer = transfers.incoming
         transfers.incoming = transfer = Transfer(self.tracker, sender)
         try:
@@ -233,7 +237,7 @@ class Codec:
     def attach_to_reply(
         self, notes: dict[str, Any], peer: WorkerInfo, function: str, packed: Packed, call_notes: dict[str, Any]
     ) -> None:
-        """Let the interceptors attach notes to a reply; each is told what it attached to the call."""
+        """Let the interceptors attach notes to a reply; each is given the note it attached to the call."""
         for interceptor in self._interceptors:
             if interceptor.name in call_notes:
                 attach(notes, interceptor, Envelope("reply", peer, function, call_notes[interceptor.name]), packed)

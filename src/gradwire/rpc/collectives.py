@@ -1,13 +1,13 @@
-"""Operations in which every worker takes part: gather, barrier, and the agreement to shut down.
+"""Collective operations: all-gather, barrier, and the agreement to shut down.
 
-The worker with the lowest rank collects. Each worker sends it one control call, whose answer it holds back until all have
-come:
+The worker with the lowest rank collects. Each worker sends it one control call, and it replies when all calls have
+arrived:
 
     worker1 --gather(names, value1)--> worker0 <--gather(names, value2)-- worker2
             <------- {all values} ----         ----- {all values} ----->
 
-A worker joins the oldest open round of its group that it is not in yet. Rounds are not counted, so a worker that
-restarted or gave up is in step again with its next call.
+A worker joins the oldest open round of its group that it has not joined yet. Rounds are not numbered, so a worker that
+restarted or timed out is in step again with its next call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.02
 _SEE_OFF_S = 2.0
-_MAX_ROUNDS = 64  # gatherings that one worker may have open at once
+_MAX_ROUNDS = 64  # collectives that one worker may have open at the same time
 
 Entry = tuple[int, bytes, list[torch.Tensor]]
 """A packed value: codec, body, tensors."""
@@ -68,22 +68,27 @@ class Gathering:
         agent = self._agent
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
-            raise ConfigurationError(f"{agent.info.name} is not among the workers that gather: {', '.join(group)}")
+            raise ConfigurationError(
+                f"{agent.info.name} is not one of the workers in this all-gather: {', '.join(group)}"
+            )
         began = time.monotonic()
         packed = agent.codec.pack(value, EVERY_WORKER)
         if time.monotonic() >= deadline:
-            text = f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds, packing its value"
-            raise RpcTimeout(f"RPC ran for more than its time: {text}", agent.info.name, "send")
+            text = (
+                f"{agent.info.name} timed out in _all_gather after {deadline - began:.2f} seconds while "
+                "serializing its value"
+            )
+            raise RpcTimeout(f"RPC ran for more than set timeout: {text}", agent.info.name, "send")
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
         args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
         collector = self._collector(group)
         if collector == agent.info.name:
             future = self._on_gather(agent.info, *args)
-        else:  # it knows which workers are missing, so its error is to come first
+        else:  # the collector knows which workers are missing, so its error should come first
             future = agent.ask(collector, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, _ANSWER)
         answer = future.wait()
         if sorted(answer) != group:
-            raise DecodeError(f"{collector} answered with the values of {', '.join(answer)} for {', '.join(group)}")
+            raise DecodeError(f"{collector} returned values for {', '.join(answer)}, expected {', '.join(group)}")
         return {
             name: agent.codec.unpack(codec, body, tensors, EVERY_WORKER)
             for name, (codec, body, tensors) in answer.items()
@@ -125,7 +130,7 @@ class Gathering:
         own = self._agent.info.name
         if names != sorted(set(names)) or worker not in names or own not in names:
             raise ConfigurationError(
-                f"{worker} cannot gather on {own}: both have to be among the workers, each named once"
+                f"{worker} cannot gather on {own}: both must be in the list of workers, each listed once"
             )
         if self._agent.directory.is_fixed:
             unknown = set(names) - {info.name for info in self._agent.directory.infos()}
@@ -133,13 +138,13 @@ class Gathering:
                 raise ConfigurationError(f"{worker} cannot gather with unknown workers: {', '.join(sorted(unknown))}")
 
     def _check_room(self, worker: str, num_bytes: int) -> None:
-        """Bound what one worker can make this one keep; the caller holds the lock."""
+        """Limit the memory that one worker can make this one hold; the caller holds the lock."""
         held = [item.entries[worker] for item in self._rounds if worker in item.entries]
         limit = self._agent.config.limits.frame_bytes
         if len(held) >= _MAX_ROUNDS:
-            raise LimitExceeded(f"{worker} takes part in {len(held)} gatherings already, which wait for other workers")
+            raise LimitExceeded(f"{worker} already takes part in {len(held)} collectives that wait for other workers")
         if num_bytes + sum(len(body) + sum(tensor.nbytes for tensor in values) for _, body, values in held) > limit:
-            raise LimitExceeded(f"the values of {worker} in open gatherings exceed Limits.frame_bytes ({limit:,})")
+            raise LimitExceeded(f"the values of {worker} in open collectives exceed Limits.frame_bytes ({limit:,})")
 
     def _round_for(self, worker: str, names: list[str]) -> _Round:
         for gathering in self._rounds:
@@ -156,23 +161,23 @@ class Gathering:
             for gathering in [item for item in self._rounds if name in item.names]:
                 self._rounds.remove(gathering)
                 failed.extend(answer for _, answer in gathering.answers.values())
-        with self._agent.server.answering():  # one of them may be this worker's own, and it may leave at once
+        with self._agent.server.answering():  # one of them may be this worker's own, which may then leave at once
             for answer in failed:
                 answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
 
     def on_returned(self, name: str) -> None:
-        """Forget that a worker was lost, which is back. What is still told of its end comes too late."""
+        """Clear the lost flag of a worker that has reconnected; late reports of its loss no longer count."""
         with self._lock:
             self._lost.pop(name, None)
 
     def sweep(self, now: float) -> float:
-        """End gatherings whose time is over; return when to look again."""
+        """End collectives whose deadline has passed and return when to check again."""
         wanted = float("inf")
         late: list[tuple[InterruptibleFuture[Any], list[str]]] = []
         with self._lock:
             for gathering in list(self._rounds):
                 gone = {name: item for name, item in gathering.answers.items() if item[0] <= now}
-                for name in gone:  # a worker that gave up is not part of the round any more
+                for name in gone:  # a worker that timed out is no longer part of the round
                     del gathering.answers[name], gathering.entries[name]
                 missing = [name for name in gathering.missing() if name not in gone]
                 late += [(answer, missing) for _, answer in gone.values()]
@@ -181,14 +186,14 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            error = RpcTimeout(f"these workers did not take part in time: {names}", names, "run")
+            error = RpcTimeout(f"these workers did not join in time: {names}", names, "run")
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 
     def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
-        """Return when every worker (or every named one) has called this and no call is under way anywhere."""
+        """Wait until every worker (or every named one) has called this and no call is in progress on any worker."""
         agent, before = self._agent, None
-        if not agent.directory.is_fixed:  # workers come and go: only this one's own calls matter
+        if not agent.directory.is_fixed:  # workers may join and leave: only this one's own calls matter
             self._wait_quiet(deadline)
             return
         while True:
@@ -210,7 +215,7 @@ class Gathering:
         while not self._agent.is_quiet:
             if time.monotonic() >= deadline:
                 raise RpcTimeout(
-                    f"calls are still under way on {self._agent.info.name}: {self._agent.statistics()}",
+                    f"calls are still in progress on {self._agent.info.name}: {self._agent.statistics()}",
                     self._agent.info.name,
                     "run",
                 )

@@ -4,8 +4,8 @@
     opened there   Connection.requests  <--Call--  --Reply, Failure-->   `Server` runs them
     loopback       both: a worker that calls itself
 
-A connection that another worker opened is half open until its handshake is over. Two lanes lead from one worker to another:
-``calls`` for user functions, ``control`` for everything that must never wait behind them.
+A connection that another worker opened is half open until its handshake is complete. Two lanes lead from one worker to
+another: ``calls`` for user functions, ``control`` for everything that must never wait behind them.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
 _REPLY_S = 60.0  # for a caller that set no deadline and does not read its reply
 _MAX_REASON_BYTES = 1024
-_MAX_GIVEN_UP = 8  # calls that one worker gave up and that still run here, for each that it may have in flight
+_MAX_GIVEN_UP = 8  # cancelled calls of one worker that still run here, for each that it may have in flight
 _MAX_CONTROL = 1024  # operations of one worker that wait for others; callers do not count them, unlike calls
-_LATE_S = 5.0  # a reply that has begun may end after the deadline: cutting it off ends the connection
+_LATE_S = 5.0  # a partly sent reply may finish after the deadline: interrupting it would close the connection
 _ROOM_LOOK_S = 0.01
 
 
@@ -71,21 +71,21 @@ class Held(Protocol):
         """Give it up; called before the function waits."""
 
     def take_back(self) -> None:
-        """Take it again; called when the function goes on. Must not raise."""
+        """Acquire it again when the function resumes. Must not raise."""
 
 
 class Request(msgspec.Struct, eq=False):
     """One call being served.
 
     Attributes:
-        function: The function's name; a name for people if the function came in the body.
-        frame: What came; None once it is unpacked.
-        notes: What interceptors attached to it.
+        function: The function's name; a readable description if the function was sent by value.
+        frame: The received frame; None once it is unpacked.
+        notes: Notes attached by interceptors.
         deadline: In `time.monotonic` seconds; inherited by the calls that the function makes.
         phase: ``queue``, ``run`` or ``reply``.
-        is_dropped: Its caller does not wait for the result any more.
-        waits_for: The call of its own that the function waits for, if any.
-        held: What a layer above holds for the function, but not while it waits; or None.
+        is_dropped: Whether its caller no longer waits for the result.
+        waits_for: The call that the function itself is waiting for, if any.
+        held: A resource that a layer above holds while the function runs, but not while it waits; or None.
     """
 
     source: Connection
@@ -108,7 +108,7 @@ def current_request() -> Request | None:
 
 
 def while_waiting() -> contextlib.AbstractContextManager[object]:
-    """Surround any wait that may take long: a function that waits holds neither its slot nor the reading."""
+    """Release the slot and the reader around a wait that may take long."""
     request = current.request
     if request is not None:
         return request.source.server.waiting()
@@ -121,22 +121,22 @@ class Connection:
 
     Args:
         agent: This worker.
-        stream: Moves the frames.
+        stream: Sends and receives the frames.
 
     Attributes:
-        address: The worker at the other end; not there in a handshake, nor for loopback.
-        info: Its name and rank; not there in a handshake.
+        address: The worker at the other end; not set during a handshake or for loopback.
+        info: Its name and rank; not set during a handshake.
         lane: ``calls`` or ``control``; empty in a handshake.
-        peer: The other worker, where this one opened the connection.
-        calls: Made over it and not ended yet.
-        requests: Served on it and not answered yet.
-        cancelled: Calls that were given up before they arrived here, the latest last.
+        peer: The other worker, if this one opened the connection.
+        calls: Calls made over it that have not completed.
+        requests: Requests served on it that have not been answered.
+        cancelled: Calls that were cancelled before they arrived here, the latest last.
         shares_main: Whether both workers run the same script.
-        is_on_this_machine: What was written is read, even if the connection ends right after.
-        max_in_flight: Calls that may be under way on it.
-        num_waiting_for_room: Threads that wait until fewer calls are under way.
-        reader: Reads the stream; None for loopback, where nothing has to be read.
-        devices: What the devices of tensors in calls and their results are called here and there; None: the same.
+        is_on_this_machine: Whether written data will be read even if the connection closes right after.
+        max_in_flight: Maximum number of calls in progress on it.
+        num_waiting_for_room: Threads that wait for the number of calls in progress to drop.
+        reader: Reads the stream; None for loopback.
+        devices: Names of the devices of tensors in calls and results, here and on the peer; None if they are the same.
     """
 
     address: WorkerAddress
@@ -160,7 +160,9 @@ class Connection:
         self._room = threading.Event()  # set when a call ends while threads wait for room
         self.max_in_flight = agent.config.limits.calls_in_flight
         self._handshake: ListenerHandshake | None = None
-        self._is_welcome = True  # the other side knows that the connection is open; one that gave up before is not dead
+        self._is_welcome = (
+            True  # the peer knows that the connection is open; a peer that closed it before that is not dead
+        )
         self._goodbye: str | None = None
         self._num_ends = 0  # of the other worker, when the connection was opened
         self.reader: Any = None
@@ -188,7 +190,7 @@ class Connection:
 
     @classmethod
     def opened_there(cls, agent: Agent, stream: StreamConnection) -> Connection:
-        """Make a connection whose handshake another worker begins."""
+        """Make a connection whose handshake the other worker starts."""
         made = cls(agent, stream)
         made._handshake = ListenerHandshake(agent.identity, agent.admit)
         made._is_welcome = False
@@ -241,13 +243,13 @@ class Connection:
             self.server.make_room_for(self)
             self.stream.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_request
-        self._is_welcome = handshake.is_open  # before the caller knows: another thread may read its end at once
+        self._is_welcome = handshake.is_open  # before the caller is told: another thread may read its end at once
         try:
             self.stream.send(answer, deadline=deadline)
         except TimeoutError:
-            self.reader.end(ConnectionClosed("the caller does not read"))
+            self.reader.end(ConnectionClosed("the caller is not reading replies"))
         except TransportError:
-            self._is_welcome = False  # it gave up meanwhile, and is not dead for that
+            self._is_welcome = False  # it abandoned the connection in the meantime, which does not mean that it died
             raise
 
     def _on_answer(self, frame: Frame) -> None:
@@ -256,7 +258,7 @@ class Connection:
             self._goodbye = exceptions.clean(message.reason, _MAX_REASON_BYTES)
             return
         assert isinstance(message, Reply | Failure)
-        self.unpacking.add(message.call_id)  # first: it is here as long as it is in one of the two
+        self.unpacking.add(message.call_id)  # first: the call must always be in one of the two
         call = self.calls.pop(message.call_id, None)
         if call is None:
             self.unpacking.discard(message.call_id)
@@ -270,7 +272,7 @@ class Connection:
             if isinstance(message, Failure):
                 error = exceptions.rebuild_exception(message.error, agent.trust)
             elif frame.shortage:
-                text = f"this worker has no memory for the result of {call.function} on worker {call.worker}"
+                text = f"this worker is out of memory for the result of {call.function} on worker {call.worker}"
                 error = ResourceExhausted(f"{text}: {frame.shortage}")
             else:
                 devices = None if self.devices is None else self.devices.here
@@ -305,23 +307,24 @@ class Connection:
             if isinstance(message, Goodbye):
                 self._goodbye = exceptions.clean(message.reason, _MAX_REASON_BYTES)
                 return
-            # Decoded together with the end of the handshake, when it was still allowed.
-            raise DecodeError(f"a {type(message).__name__} message after the handshake")
+            # Decoded together with the last message of the handshake, when it was still allowed.
+            raise DecodeError(f"a {type(message).__name__} message is not allowed after the handshake")
         call_id, requests = message.call_id, self.requests
         if call_id == NOTICE_ID:
             self.agent.notices.received(self.info, frame)
             return
         if call_id in requests:
-            raise DecodeError(f"call {call_id} came again while it is under way")
+            raise DecodeError(f"call {call_id} was received again while in progress")
         deadline = time.monotonic() + message.timeout_s if message.timeout_s > 0 else _NEVER
         requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline)
         if call_id > self.last_call_id:
             self.last_call_id = call_id
-        if self.cancelled and call_id in self.cancelled:  # its cancellation came first: the lanes race
+        if self.cancelled and call_id in self.cancelled:  # its cancellation arrived first: the lanes race
             requests.pop(call_id, None)  # the connection may be ending
         elif frame.shortage:
             text = (
-                f"worker {self.agent.info.name} has no memory for the arguments of {message.function}: {frame.shortage}"
+                f"worker {self.agent.info.name} is out of memory for the arguments of {message.function}: "
+                f"{frame.shortage}"
             )
             self.fail(request, ResourceExhausted(text))
         elif len(requests) > self.max_in_flight and self._has_too_many():
@@ -335,14 +338,14 @@ class Connection:
             self.server.accept(request)
 
     def _has_too_many(self) -> bool:
-        # The caller no longer counts what it gave up, though it may still run here; there is an end to that, too.
+        # The caller no longer counts cancelled calls, although they may still run here; their number is limited as well.
         requests = list(self.requests.values())
         num_wanted = sum(not item.is_dropped for item in requests)
         return num_wanted > self.max_in_flight or len(requests) > _MAX_GIVEN_UP * self.max_in_flight
 
     def cancel(self, call_id: int) -> str:
         """Drop a request on its caller's behalf, which may still be on its way; return how far it got."""
-        # Noted before looking, and looked up after a request is listed: one of the two sees the other.
+        # Recorded before the lookup, and looked up after a request is listed: one of the two sees the other.
         self.cancelled[call_id] = None
         if len(self.cancelled) > self.agent.config.limits.calls_in_flight:
             self.cancelled.pop(next(iter(self.cancelled)), None)
@@ -355,7 +358,7 @@ class Connection:
         return phase
 
     def reply(self, request: Request, value: Any) -> None:
-        """Send a result, unless its caller does not want it any more."""
+        """Send a result, unless the caller no longer waits for it."""
         codec = self.agent.codec
         packed = codec.pack(value, self.info.name, self.shares_main)
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
@@ -377,7 +380,7 @@ class Connection:
             if reader is not None and reader.inbox and reader.has_more():
                 stream.send(message, packed.body, packed.tensors, deadline, True)
                 reader.must_flush = True
-                if not reader.has_more():  # taken over meanwhile, maybe flushed before this reply
+                if not reader.has_more():  # taken over in the meantime, possibly flushed before this reply
                     stream.flush()
             else:
                 stream.send(message, packed.body, packed.tensors, deadline)
@@ -385,7 +388,7 @@ class Connection:
             self._fail_instead(request, packed, error)
         except (TransportError, TimeoutError) as error:
             self._on_not_sent("a reply", error)
-        except Exception as error:  # a tensor that cannot be read, say
+        except Exception as error:  # such as a tensor that cannot be read
             if stream.is_closed:  # part of it may be out
                 self._on_not_sent("a reply", error)
             else:
@@ -399,7 +402,7 @@ class Connection:
         self.fail(request, error)
 
     def fail(self, request: Request, error: BaseException) -> None:
-        """Send an error, unless the caller does not want it any more."""
+        """Send an error, unless the caller no longer waits for it."""
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             return
         request.phase = "reply"
@@ -414,14 +417,14 @@ class Connection:
     def _on_not_sent(self, what: str, error: BaseException) -> None:
         _log.info("%s could not send %s to %s: %s", self.agent.info.name, what, self.info.name, error)
         if self.stream.is_closed:  # half of it is out, and the descriptor's number may be another's soon
-            self.end(ConnectionClosed("a message was cut off"))
+            self.end(ConnectionClosed("a message was interrupted while being sent"))
 
     def end(self, error: Exception) -> None:
-        """Close the connection: what is under way on it fails. Idempotent."""
+        """Close the connection and fail the calls in progress on it. Idempotent."""
         if self.reader is not None:
             self.reader.end(error)
             if self.peer is not None:
-                self.peer.forget_lane(self)  # the thread that ends it may not have come so far
+                self.peer.forget_lane(self)  # the thread that ends it may not have done so yet
         else:
             self.stream.close()
             self._drop_requests()
@@ -431,7 +434,7 @@ class Connection:
         for call in list(self.calls.values()):
             if self.calls.pop(call.call_id, None) is not None:
                 lost = self.peer.lost(reason, call) if self.peer is not None else None
-                text = f"call of {call.function} failed: {reason}"
+                text = f"call to {call.function} failed: {reason}"
                 self.agent.client.finish(call, None, lost or WorkerLost(text, self.info.name))
         self._room.set()
 
@@ -441,7 +444,7 @@ class Connection:
         self.requests.clear()
 
     def _on_end(self, error: Exception) -> None:
-        """Fail what is under way when the reader has ended, and find out whether the other worker has ended, too."""
+        """Fail the calls in progress when the reader has ended, and find out whether the other worker is dead."""
         agent, goodbye = self.agent, self._goodbye
         if self.peer is not None:
             self.peer.forget_lane(self)
@@ -456,7 +459,7 @@ class Connection:
         if isinstance(error, ConnectionClosed):
             reason, is_cut = "this worker closed the connection", self.peer is not None
         elif isinstance(error, DecodeError):
-            reason, is_cut = f"it sent bytes that are not a message ({error}); only this connection was closed", True
+            reason, is_cut = f"it sent an invalid message ({error}); only this connection was closed", True
             if self.peer is None:
                 _log.warning("%s closed a connection from %s: %s", agent.info.name, name, error)
         elif goodbye is not None and goodbye != "shutdown":
@@ -466,7 +469,7 @@ class Connection:
         else:
             reason = "it has shut down" if goodbye else "its connection ended without a goodbye: it died or was killed"
             is_cut = False
-            # A worker that dies loses both lanes; one that gives up on a reply only the other.
+            # A worker that dies loses both lanes; one that abandons a reply loses only the other.
             if self.lane == "control" and self._is_welcome:
                 agent.on_worker_ended(address, reason, was_orderly=goodbye is not None, num_ends=self._num_ends)
         self.fail_calls(reason)
@@ -475,16 +478,16 @@ class Connection:
         agent.liveness.connection_ended(address)
 
     def say_goodbye(self, reason: str, timeout_s: float = 0.0) -> None:
-        """Tell the other side why this one closes the connection next, if it can be told at once."""
+        """Send the reason for closing the connection, if that is possible without blocking."""
         with contextlib.suppress(TransportError, TimeoutError, OSError):
             self.stream.send(Goodbye(reason), deadline=time.monotonic() + timeout_s)
 
 
 class LoopbackStream:
-    """Takes the place of a socket for calls of a worker to itself: a frame that is sent arrives as a copy.
+    """Stream for calls of a worker to itself: a sent frame arrives as a copy.
 
     Attributes:
-        connection: Both ends.
+        connection: The connection that is both ends.
     """
 
     connection: Connection

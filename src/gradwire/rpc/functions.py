@@ -1,4 +1,4 @@
-"""What can be said about a function that others call: that it is exposed, that it answers later."""
+"""Decorators for functions that other workers call: `expose` and `async_execution`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradwire.wire.serialization import import_home, register_plain_class
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-exposed: dict[str, Callable[..., Any]] = {}  # by the names that others call them by
+exposed: dict[str, Callable[..., Any]] = {}  # by exposed name
 _names: dict[Callable[..., Any], str] = {}
 
 ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorator of the same name sets, too
@@ -23,14 +23,14 @@ ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorat
 def expose(function: Any = None, *, name: str | None = None) -> Any:
     """Mark a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
 
-    A class of modules is callable, too: others may then make such modules here (`gradwire.nn.RemoteModule`).
+    A module class can be exposed too: other workers may then create such modules here (`gradwire.nn.RemoteModule`).
 
     Args:
-        function: What to expose.
-        name: The name others call it by; ``module:qualname`` if not given.
+        function: The function or class.
+        name: The name by which others call it; ``module:qualname`` if not given.
 
     Raises:
-        ConfigurationError: Another function has that name.
+        ConfigurationError: The name is not valid, or another function is exposed under it.
     """
     if function is None:
         return functools.partial(expose, name=name)
@@ -39,28 +39,30 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
         return function
     public = name or f"{function.__module__}:{function.__qualname__}"
     if not public or public.startswith("~"):
-        raise ConfigurationError(f"{public!r} cannot be the name of an exposed function")
+        raise ConfigurationError(f"{public!r} is not a valid name for an exposed function")
     known = exposed.get(public)
     if known is not None and known is not function and not _is_redefinition(known, function):
-        raise ConfigurationError(f"another function is exposed as {public!r}; pass name= to choose another")
+        raise ConfigurationError(
+            f"another function is already exposed as {public!r}; pass name= to choose a different name"
+        )
     exposed[public] = function
     _names[function] = public
     return function
 
 
 def _is_redefinition(known: Callable[..., Any], function: Callable[..., Any]) -> bool:
-    """Return whether a module or notebook cell was run again."""
+    """Return whether the function is the same one from a module or notebook cell that was run again."""
     return (known.__module__, known.__qualname__) == (function.__module__, function.__qualname__)
 
 
 def exposed_function(name: str) -> Callable[..., Any] | None:
-    """Return the function exposed under that name; those of gradwire are imported when they are first asked for."""
+    """Return the function exposed under that name; gradwire's own functions are imported on first use."""
     function = exposed.get(name)
     return exposed.get(name) if function is None and import_home(name) else function
 
 
 def exposed_name(function: Callable[..., Any]) -> str | None:
-    """Return the name a function is exposed under."""
+    """Return the name under which a function is exposed."""
     try:
         return _names.get(function)
     except TypeError:  # not hashable
@@ -68,10 +70,10 @@ def exposed_name(function: Callable[..., Any]) -> str | None:
 
 
 def async_execution(function: F) -> F:
-    """Mark a function whose result is a `torch.futures.Future`: the caller gets the future's value when it is there.
+    """Mark a function that returns a `torch.futures.Future`: the caller receives the future's value once it is completed.
 
-    The worker thread is free as soon as the function returns. With methods, put this decorator inside ``@staticmethod``
-    or ``@classmethod``.
+    The worker thread is free as soon as the function returns. On methods, apply this decorator before ``@staticmethod`` or
+    ``@classmethod``, that is, below it.
     """
 
     @functools.wraps(function)
@@ -83,7 +85,7 @@ def async_execution(function: F) -> F:
 
 
 class Later:
-    """What a function of gradwire's own returns when its answer is the value of a future."""
+    """Returned by gradwire's own functions if their result is the value of a future."""
 
     __slots__ = ("future",)
 
@@ -99,7 +101,7 @@ def is_async_execution(function: Callable[..., Any]) -> bool:
 CallId = Annotated[int, Meta(ge=1, le=2**63 - 1)]
 
 WorkerName = Annotated[str, Meta(min_length=1, max_length=1024)]
-"""Long enough for any `Limits.name_bytes` that makes sense."""
+"""Long enough for any sensible `Limits.name_bytes`."""
 
 Group = Annotated[list[WorkerName], Meta(min_length=1, max_length=65_536)]
 """Names of workers; there cannot be more ranks."""

@@ -1,8 +1,8 @@
-"""Futures that know whom they wait for.
+"""Futures of calls.
 
-`CallFuture` is a `torch.futures.Future`, so `then`, `add_done_callback` and `torch.futures.wait_all` work. Its own `wait`
-does more: the waiting thread reads its answer itself, a service thread that waits gives its slot back, and Ctrl-C works.
-Coroutines await it, and `as_concurrent` makes one for code that takes the futures of `concurrent.futures`.
+`CallFuture` is a `torch.futures.Future`, so `then`, `add_done_callback` and `torch.futures.wait_all` work. Its `wait` does
+more: the waiting thread reads its reply itself, a waiting service thread releases its slot, and Ctrl-C works. Coroutines can
+await it, and `as_concurrent` converts it for code that takes futures of `concurrent.futures`.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _NO_DEVICES: list[torch.device] = []
 
 
 def copies_of(error: Exception) -> Callable[[], Exception]:
-    """Return a function that makes errors like this one, one for each thread that is told.
+    """Return a function that makes copies of this error, one for each thread that raises it.
 
-    An error that is raised knows all frames it came through, and what lies in them. Kept by something that these frames
-    know, a future say, it would keep all of that alive for ever.
+    A raised error refers to all frames it passed through and to their variables. If one of these, such as a future, kept
+    the error, all of them would stay alive for ever.
     """
 
     def make() -> Exception:
@@ -54,20 +54,20 @@ def copies_of(error: Exception) -> Callable[[], Exception]:
 
 
 class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[type-arg]
-    """A future whose `wait` lets signals through."""
+    """A future whose `wait` can be interrupted by signals."""
 
     has_callbacks = False
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the value is there, and return it.
+        """Block until the future is completed and return its value.
 
         Args:
             timeout: Seconds to wait; None waits until the future is completed.
 
         Raises:
-            WaitTimeout: It is not completed within `timeout`. It may be waited for again.
+            WaitTimeout: The future was not completed within `timeout`. It can be waited for again.
             ConfigurationError: The timeout is negative or not a number.
-            Exception: What the future was completed with.
+            Exception: The error that the future was completed with.
         """
         deadline = _deadline_of(timeout)
         if not self.done():
@@ -80,17 +80,19 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                     ready, -1 if left_s == float("inf") else max(0.0, min(left_s, threading.TIMEOUT_MAX))
                 )
             if not self.done():
-                raise WaitTimeout(f"no result after waiting for {timeout:g} s; what it comes from goes on: wait again")
+                raise WaitTimeout(
+                    f"no result after waiting for {timeout:g} s; the operation is still running: wait again"
+                )
         return cast(T, TorchFuture.wait(self))
 
     def __await__(self) -> Generator[Any, None, T]:
-        """Wait in a coroutine, without blocking its event loop: ``await rpc_async(...)``.
+        """Wait in a coroutine without blocking its event loop: ``await rpc_async(...)``.
 
-        A coroutine that is cancelled meanwhile, as by `asyncio.wait_for`, gives up the call; `asyncio.shield` prevents
+        Cancelling the coroutine while it waits, as `asyncio.wait_for` does, cancels the call; `asyncio.shield` prevents
         that.
 
         Raises:
-            Exception: What the future was completed with.
+            Exception: The error that the future was completed with.
         """
         if not self.done():
             import asyncio  # a program that awaits has loaded it
@@ -107,10 +109,10 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         return cast(T, TorchFuture.wait(self))
 
     def as_concurrent(self) -> ConcurrentFuture[T]:
-        """Return a `concurrent.futures.Future` of the same result.
+        """Return a `concurrent.futures.Future` for the same result.
 
-        For `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and everything else that takes such
-        futures. Cancelling it gives up the call.
+        Use it with `concurrent.futures.wait` and `as_completed`, `asyncio.wrap_future` and other code that takes such
+        futures. Cancelling it cancels the call.
         """
         from concurrent.futures import Future, InvalidStateError
 
@@ -127,7 +129,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
 
         def on_ended(_: Any) -> None:
             if made.cancelled():
-                made.set_running_or_notify_cancel()  # `concurrent.futures.wait` counts it as done from now on
+                made.set_running_or_notify_cancel()  # from now on `concurrent.futures.wait` counts it as done
                 self._give_up()
 
         made.add_done_callback(on_ended)
@@ -136,12 +138,12 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         return made
 
     def _give_up(self) -> None:
-        """Give up what the result comes from. Must not wait."""
+        """Cancel the operation that produces the result. Must not block."""
 
     def set_exception(self, result: Any) -> None:
-        """Complete the future with an error; each thread that asks for its value gets a copy of its own."""
+        """Complete the future with an error; each thread that waits for it raises its own copy."""
         if not isinstance(result, Exception):
-            raise TypeError(f"a future fails with an exception, not with {result!r}")
+            raise TypeError(f"set_exception() takes an exception, not {result!r}")
         make = copies_of(result)
 
         def raise_error(_: Any) -> None:
@@ -151,15 +153,15 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         self.set_result(result)
 
     def then(self, callback: Callable[[Any], S]) -> InterruptibleFuture[S]:
-        """Return a future for `callback(self)`, which runs when this one is completed.
+        """Return a future for the result of `callback(self)`, which runs when this future is completed.
 
-        The callback gets this future, completed; what it raises becomes the new future's error.
+        An exception raised by the callback becomes the error of the new future.
 
         Raises:
-            TypeError: It cannot be called.
+            TypeError: `callback` is not callable.
         """
         if not callable(callback):
-            raise TypeError(f"then(): incompatible function arguments. It takes something to call, not {callback!r}")
+            raise TypeError(f"then(): incompatible function arguments. It takes a callable, not {callback!r}")
         self.has_callbacks = True
         derived: InterruptibleFuture[S] = InterruptibleFuture()
         call_back = _in_these_surroundings(callback)
@@ -169,8 +171,8 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
                 value = call_back(self)
             except Exception as error:
                 derived.set_exception(_without_this_frame(error))
-            except BaseException as error:  # SystemExit, say: no thread must be left waiting
-                derived.set_exception(RpcError(f"a callback ended with {type(error).__name__}: {error}"))
+            except BaseException as error:  # such as SystemExit: no thread must be left waiting
+                derived.set_exception(RpcError(f"a callback raised {type(error).__name__}: {error}"))
             else:
                 derived.set_result(value)
 
@@ -197,19 +199,19 @@ def _wake(loop: AbstractEventLoop, arrival: Any) -> None:
         if not arrival.done():  # the coroutine may have been cancelled
             arrival.set_result(None)
 
-    with contextlib.suppress(RuntimeError):  # the loop was closed: no coroutine waits any more
+    with contextlib.suppress(RuntimeError):  # the loop was closed, so no coroutine is waiting
         loop.call_soon_threadsafe(arrive)
 
 
 def _without_this_frame(error: Exception) -> Exception:
-    """Remove the frame of the caller, which knows the future that is to keep the error."""
+    """Remove the caller's frame from the traceback, because it refers to the future that will hold the error."""
     return error.with_traceback(error.__traceback__.tb_next if error.__traceback__ is not None else None)
 
 
 def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
-    """Return the callback, to be run with the context variables and the grad mode of the code that adds it.
+    """Wrap a callback so that it runs with the context variables and grad mode of the code that adds it.
 
-    The thread that reads the answer runs the callbacks: one that waits for another call, maybe, under `torch.no_grad`.
+    Callbacks run in the thread that reads the reply, which may be waiting for another call under `torch.no_grad`.
     """
     surroundings, is_grad_enabled = contextvars.copy_context(), torch.is_grad_enabled()
 
@@ -222,35 +224,35 @@ def _in_these_surroundings(callback: Callable[[Any], S]) -> Callable[[Any], S]:
 
 
 class CallFuture(InterruptibleFuture[T]):
-    """The result of a call that may still be under way.
+    """The result of a call that may still be in progress.
 
     Args:
-        client: Makes the call.
+        client: The client that makes the call.
 
     Attributes:
-        call: The call, from the moment before it is sent.
+        call: The call, set just before it is sent.
     """
 
     def __init__(self, client: Client) -> None:
-        TorchFuture.__init__(self, _NO_DEVICES)  # what torch's own constructor comes to, in half the time
+        TorchFuture.__init__(self, _NO_DEVICES)  # same effect as torch's constructor in half the time
         self._client = client
         self.call: PendingCall | None = None
-        self.keeps: Any = None  # what must live until the call has ended
+        self.keeps: Any = None  # an object that must live until the call has completed
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block until the result is there, and return it.
+        """Block until the call has completed and return its result.
 
         Args:
-            timeout: Seconds to wait; None waits until the call has ended. The call goes on when they are over: its own
-                deadline is the `timeout` that it was made with.
+            timeout: Seconds to wait; None waits until the call has completed. It does not limit the call itself, whose
+                deadline is the `timeout` it was made with.
 
         Raises:
-            WaitTimeout: The call has not ended within `timeout`. It may be waited for again, or cancelled.
+            WaitTimeout: The call has not completed within `timeout`. It can be waited for again, or cancelled.
             RpcTimeout: The call's deadline passed.
             WorkerLost: The worker died.
             CallCancelled: `cancel` was called.
             ConfigurationError: The timeout is negative or not a number.
-            Exception: What the function raised, as its own type where that is known here.
+            Exception: The function's exception, with its own type if that is known here.
         """
         call = self.call
         if call is not None and not (call.is_done or self.done()):
@@ -260,16 +262,16 @@ class CallFuture(InterruptibleFuture[T]):
                 self._client.wait(call, _deadline_of(timeout))
                 if not self.done():
                     raise WaitTimeout(
-                        f"worker {call.worker} has not answered the call of {call.function} within {timeout:g} s of "
-                        "waiting. The call goes on: wait again, or give it up with cancel()"
+                        f"worker {call.worker} has not answered the call to {call.function} within {timeout:g} s of "
+                        "waiting. The call is still running: wait again, or cancel it with cancel()"
                     )
         return cast(T, TorchFuture.wait(self))
 
     def cancel(self) -> bool:
-        """Give the call up: it ends with `CallCancelled` here, and the callee is told to drop it.
+        """Cancel the call: it ends with `CallCancelled` here, and the callee is told to drop it.
 
         Returns:
-            False if it had ended already.
+            False if the call had already completed.
         """
         return self.call is not None and self._client.cancel(self.call)
 

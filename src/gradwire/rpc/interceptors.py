@@ -1,12 +1,12 @@
-"""The hook that lets upper layers attach to messages, so that rpc knows nothing of them.
+"""The hook with which upper layers attach data to messages, so that rpc does not depend on them.
 
     caller                                         callee
     outgoing(call, tensors) -> note  --- Call --->  incoming(call, note, tensors) -> tensors
                                                     around(note, function) -> what is called in its place
     incoming(reply, ...) -> tensors  <--- Reply --  outgoing(reply, tensors) -> note
 
-Replies are shown to those alone that attached a note to the call. A call that no interceptor wants to see pays for one
-question to each.
+Replies are passed only to interceptors that attached a note to the call. A call that no interceptor wants costs one check
+per interceptor.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from gradwire.wire.messages import prepare
 
 
 class Envelope(msgspec.Struct, frozen=True):
-    """What an interceptor is told about a message.
+    """A message as seen by an interceptor.
 
     Attributes:
         kind: ``call`` or ``reply``.
         peer: The worker at the other end.
         function: The called function's name.
-        note: What the interceptor attached to the call, on its way back with the reply; None for calls.
+        note: For replies, the note that the interceptor attached to the call; None for calls.
     """
 
     kind: Literal["call", "reply"]
@@ -38,12 +38,14 @@ class Envelope(msgspec.Struct, frozen=True):
 
 
 class Interceptor:
-    """Base class: does nothing. Notes must be plain data or msgspec structs: they are part of the message's header.
+    """Base class of interceptors, which does nothing.
+
+    Notes must be plain data or msgspec structs, because they are part of the message's header.
 
     Attributes:
-        name: Its notes travel under this name.
-        note_type: What its notes are checked against when they arrive, before it sees them: any type that msgspec knows.
-            With `Any` they come as msgpack has them, unchecked.
+        name: The name of its notes in messages.
+        note_type: The type, as msgspec supports it, against which received notes are validated before the interceptor
+            sees them. With `Any` they are passed on as decoded, without validation.
     """
 
     name = "interceptor"
@@ -54,7 +56,7 @@ class Interceptor:
         prepare(cls.note_type)
 
     def wants_calls(self) -> bool:
-        """Return whether a call that is made now, in this thread, is of interest. Asked for every call: be quick."""
+        """Return whether a call made now, in this thread, is of interest. Runs for every call, so it must be quick."""
         return True
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
@@ -69,12 +71,12 @@ class Interceptor:
         """
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """See a message that came with a note; return the tensors to use in place of those that came."""
+        """Handle a received message with a note; return the tensors to use in place of the received ones."""
         return tensors
 
     def around(self, envelope: Envelope, note: Any, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return what is called in place of the function, in a call that came with a note.
+        """Return the function to call in place of the given one, for a call with a note.
 
-        A function marked with `async_execution` returns a future, and so must what replaces it.
+        If the function is marked with `async_execution`, it returns a future, and so must its replacement.
         """
         return function

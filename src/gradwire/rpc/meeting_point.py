@@ -1,11 +1,11 @@
-"""Where the workers of an `init_rpc` meet: reads `init_method` and the environment, and opens the store.
+"""The meeting point of `init_rpc`: reads `init_method` and the environment, and opens the store.
 
     file:///path                      a file
     tcp://host:port, env://           without keys: torch's TCP store, which rank 0 or torchrun serves
-                                      with keys: a store of gradwire's own over TLS, which rank 0 serves
+                                      with keys: gradwire's own store over TLS, which rank 0 serves
 
-With keys, rank 0 listens at the named port itself. Under torchrun that port is taken: rank 0 leaves the address of its
-store in torchrun's, as a hint. The hint is not trusted. What answers there has to show a certificate of the cluster.
+With keys, rank 0 listens at the given port itself. Under torchrun that port is in use, so rank 0 publishes the address of
+its store in torchrun's store. That address is only a hint: the server there must present a certificate of the cluster.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _HINT = "secure"  # the key in torchrun's store
 
 @dataclass(frozen=True, slots=True)
 class MeetingPoint:
-    """Where the workers meet, and as which rank.
+    """The store where the workers meet, and the rank of this one.
 
     Attributes:
-        store: What all can read and write.
-        where: For messages to people.
+        store: The store shared by all workers.
+        where: Its address, for error messages.
         facing_host: This machine's address as seen from the meeting point.
-        rank: Of this worker.
-        world_size: None where workers come and go.
+        rank: Rank of this worker.
+        world_size: Number of workers; None if workers may join and leave.
     """
 
     store: MeetingStore
@@ -51,15 +51,15 @@ def open_meeting_point(
     tls: TlsKeys | None = None,
     bind_host: str | None = None,
 ) -> MeetingPoint:
-    """Open the store where the workers meet; rank 0 serves it, unless it is a file.
+    """Open the store where the workers meet, and serve it on rank 0 unless it is a file.
 
     Args:
         init_method: ``env://``, ``tcp://host:port`` or ``file:///path``.
-        rank: Of this worker; -1 to read it from the query or the environment.
-        world_size: None to read it from there, too.
+        rank: Rank of this worker; -1 to read it from the query or the environment.
+        world_size: Number of workers; None to read it from there as well.
         timeout_s: How long to wait for rank 0.
-        tls: Keys; with these, a store that is not a file is reached over TLS alone.
-        bind_host: Where to serve it, if not at the address that faces the meeting point.
+        tls: Keys; with these, a store that is not a file is reached only over TLS.
+        bind_host: Address at which to serve it, if not the one that faces the meeting point.
 
     Raises:
         ConfigurationError: An argument is wrong.
@@ -120,18 +120,18 @@ def _check(rank: int, world_size: int | None) -> None:
     if not 0 <= rank < 1 << 16:
         raise ConfigurationError(f"rank must be between 0 and 65,535, not {rank}")
     if world_size is not None and not rank < world_size:
-        raise ConfigurationError(f"rank {rank} does not fit a world of {world_size}")
+        raise ConfigurationError(f"rank {rank} is out of range for world_size={world_size}")
 
 
 def _open_file(path: str, init_method: str, timeout_s: float) -> TorchStore:
     if not os.path.isdir(os.path.dirname(path)):  # the store would try to open it until the deadline
-        raise RendezvousFailed(f"cannot meet at {init_method}: there is no folder {os.path.dirname(path)}")
+        raise RendezvousFailed(f"cannot use {init_method}: the folder {os.path.dirname(path)} does not exist")
     try:
         # It will hold the token, which no other user may read.
         os.close(os.open(path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600))
         return open_file_store(path, init_method, timeout_s)
     except (RuntimeError, OSError) as error:
-        raise RendezvousFailed(f"cannot meet at {init_method}: {error}") from error
+        raise RendezvousFailed(f"cannot use {init_method}: {error}") from error
 
 
 def _open_hinted(
@@ -161,8 +161,8 @@ def _facing(host: str) -> str:
         return "127.0.0.1"
     try:
         family = socket.getaddrinfo(host, 9)[0][0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing; asks the kernel for the route
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:  # sends nothing; only queries the kernel's route
             probe.connect((host, 9))
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise RendezvousFailed(f"the meeting point {host} cannot be reached from here: {error}") from error
+        raise RendezvousFailed(f"the meeting point {host} cannot be reached from this machine: {error}") from error

@@ -1,7 +1,7 @@
-"""What workers that were started separately leave for each other to find: a token, their addresses, a note.
+"""The store through which separately started workers exchange a token, their addresses and a note.
 
-`MeetingStore` is what the meeting needs. `TorchStore` keeps it in a store of torch's: a file, or a TCP service without
-encryption or authentication, for one machine. `gradwire.rpc.secure_store` serves it over TLS, for several.
+`MeetingStore` is the interface. `TorchStore` uses one of torch's stores: a file, or a TCP service without encryption or
+authentication, for one machine. `gradwire.rpc.secure_store` serves it over TLS, for several machines.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from gradwire.wire.messages import decode_address, encode_address
 T = TypeVar("T")
 
 LOOK_S = 0.05
-"""How often to look for what is not there yet."""
+"""How often to poll for an entry that does not exist yet."""
 
 ANSWER_S = 2.0
-"""How long a store may take for an answer while a call waits for it."""
+"""How long a store may take to respond while a call waits for it."""
 
 ADDRESS_LIMITS = Limits(name_bytes=1024)
-"""What a store may hold."""
+"""Maximum size of a store's contents."""
 
 _OPEN_S = 2.0  # for one attempt to open torch's client, which cannot be interrupted
 _PREFIX = "gradwire"
 
 
 class MeetingPointLost(RendezvousFailed):
-    """The store does not answer, or is gone; before all workers have met, it may be opened again."""
+    """The store does not respond or no longer exists; until all workers have met, it may be opened again."""
 
 
 class MeetingStore(Protocol):
-    """Where the workers of a cluster meet. Every method raises `MeetingPointLost` if the store does not answer.
+    """The store of a cluster's rendezvous. Every method raises `MeetingPointLost` if the store does not respond.
 
     Attributes:
-        is_served_here: Whether it is this process that serves it, and so takes it along when it ends.
+        is_served_here: Whether this process serves the store, which then ends with it.
     """
 
     is_served_here: bool
@@ -64,10 +64,10 @@ class MeetingStore(Protocol):
         """
 
     def find(self, worker: str | int) -> WorkerAddress | None:
-        """Return what was published under a name or a rank.
+        """Return the address published under a name or a rank.
 
         Raises:
-            ConfigurationError: There is something, but it is not an address.
+            ConfigurationError: The entry is not a valid address.
         """
 
     def names(self) -> list[str]:
@@ -80,28 +80,28 @@ class MeetingStore(Protocol):
         """Return the last note and its age in seconds; an empty one if there is none."""
 
     def refusals(self) -> str:
-        """Return which connections were refused, for people; empty if none was, or if that is not known here."""
+        """Return the refused connections as text; empty if there were none or they are not known here."""
 
     def rest(self) -> None:
         """Hold no connection until the next question; this worker has met the others."""
 
     def leave(self, info: WorkerInfo) -> None:
-        """Let go of the store and its port, and forget this worker where the store outlives it. Idempotent."""
+        """Release the store and its port, and remove this worker from a store that outlives it. Idempotent."""
 
 
 class TorchStore:
-    """A meeting in a store of torch's.
+    """A `MeetingStore` on top of one of torch's stores.
 
-    torch's operations cannot be interrupted and may wait for long, so each runs in a thread of its own.
+    torch's operations cannot be interrupted and may block for long, so each runs in its own thread.
 
     Args:
-        store: torch's.
-        where: For messages to people.
-        timeout_s: How long an operation may take until `rest` is called.
+        store: torch's store.
+        where: Its address, for error messages.
+        timeout_s: Timeout of an operation until `rest` is called.
         is_served_here: See `MeetingStore`.
         outlives_workers: Whether it is a file.
-        reopen: Makes the store again for a question after `rest`. The process that serves it may end before this one, and a
-            client that is used then prints C++ stack traces, so none is kept.
+        reopen: Opens the store again for a query after `rest`. The process that serves it may exit before this one, and a
+            client used after that prints C++ stack traces, so none is kept open.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class TorchStore:
         self._is_left = False
         self._turn = threading.Lock()  # held while a thread uses the store; guards `_store`
         self._store = store
-        self._is_stuck = False  # whether an operation did not end in time, and still runs: others need not wait for it
+        self._is_stuck = False  # whether an operation timed out and is still running: others need not wait for it
 
     def agree_on_token(self) -> bytes:
-        token = secrets.token_hex(32)  # the first to come chooses
+        token = secrets.token_hex(32)  # the first worker chooses
         return self._ask(lambda store: bytes(store.compare_set(f"{_PREFIX}/token", "", token)))
 
     def publish(self, address: WorkerAddress) -> None:
@@ -149,7 +149,7 @@ class TorchStore:
             return decode_address(raw, ADDRESS_LIMITS) if raw else None
         except DecodeError as error:
             raise ConfigurationError(
-                f"the store at {self._where} holds no address under {_PREFIX}/{key}: {error}"
+                f"the store at {self._where} has no valid address under {_PREFIX}/{key}: {error}"
             ) from error
 
     def names(self) -> list[str]:
@@ -170,7 +170,7 @@ class TorchStore:
         return ""
 
     def read(self, key: str) -> bytes:
-        """Return what is under a key; empty if nothing is."""
+        """Return the value of a key; empty if there is none."""
         return self._ask(lambda store: _get(store, key))
 
     def write(self, key: str, value: bytes) -> None:
@@ -181,10 +181,10 @@ class TorchStore:
         self._drop_if_unused()
 
     def leave(self, info: WorkerInfo) -> None:
-        """Let go of the store, and forget the worker in a file.
+        """Release the store, and remove the worker from a file.
 
-        A store that is served is not told: it may end at the same moment, of which torch would print C++ stack traces. A
-        worker that looks for this one finds that nothing listens at its address.
+        A server is not notified: it may exit at the same moment, for which torch would print C++ stack traces. A worker
+        that looks for this one finds that nothing listens at its address.
         """
         if self._outlives_workers and not self._is_left:
             with contextlib.suppress(MeetingPointLost):
@@ -207,12 +207,12 @@ class TorchStore:
         while not self._turn.acquire(timeout=max(0.0, min(LOOK_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if self._is_stuck or time.monotonic() >= deadline:
-                raise self._lost("it does not answer")
+                raise self._lost("it is not responding")
 
         def run() -> T:
             try:
                 if self._is_left:
-                    raise self._lost("this worker has left")
+                    raise self._lost("this worker has shut down")
                 if self._store is None:
                     assert self._reopen is not None
                     self._store = self._reopen()
@@ -229,14 +229,14 @@ class TorchStore:
             raise self._lost(str(error)) from error
         except TimeoutError as error:
             self._is_stuck = self._turn.locked()
-            raise self._lost("it does not answer") from error
+            raise self._lost("it is not responding") from error
         except RendezvousFailed:
             raise
         except (RuntimeError, ValueError, OSError) as error:  # torch's own
             raise self._lost(str(error)) from error
 
     def _lost(self, reason: str) -> MeetingPointLost:
-        return MeetingPointLost(f"the meeting point {self._where} went away: {reason}")
+        return MeetingPointLost(f"lost the meeting point {self._where}: {reason}")
 
 
 def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
@@ -244,7 +244,7 @@ def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
 
     Raises:
         ResourceExhausted: No thread can be started.
-        TimeoutError: The function has not ended by the deadline.
+        TimeoutError: The function has not returned by the deadline.
     """
     done, results, errors = threading.Event(), list[T](), list[Exception]()
 
@@ -259,7 +259,7 @@ def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
     try:
         threading.Thread(target=run, name="gradwire-store", daemon=True).start()
     except RuntimeError as error:
-        raise ResourceExhausted(f"no thread can be started: {error}") from error
+        raise ResourceExhausted(f"cannot start a thread: {error}") from error
     if not _interrupts.wait(done, max(0.0, deadline - time.monotonic())):
         raise TimeoutError
     if errors:
@@ -292,10 +292,10 @@ def serve_tcp_store(host: str, port: int, timeout_s: float) -> TorchStore:
 
 
 def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchStore:
-    """Return torch's TCP store that another process serves, once it is there.
+    """Wait for torch's TCP store that another process serves, and return it.
 
     Raises:
-        RendezvousFailed: It is not there in time, or takes keys.
+        RendezvousFailed: It does not appear in time, or requires keys.
     """
     where, deadline = f"tcp://{host}:{port}", time.monotonic() + timeout_s
 
@@ -316,20 +316,20 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
             return TorchStore(store, where, timeout_s, reopen=reopen)
         except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:
             if time.monotonic() >= deadline:
-                text = f"rank 0 never arrived: rank {rank} expected it at {where} for {timeout_s:g} s"
+                text = f"rank 0 never arrived: rank {rank} waited for it at {where} for {timeout_s:g} s"
                 raise RendezvousFailed(text) from error
             if _speaks_tls(host, port):
                 raise RendezvousFailed(
-                    f"rank 0 serves the meeting point {where} with TLS, and rank {rank} has no keys; pass tls= to every "
-                    f"rank, or to none"
+                    f"rank 0 serves the meeting point {where} with TLS, but rank {rank} has no keys; pass tls= to every "
+                    f"rank or to none"
                 ) from error
 
 
 def _listen(host: str, port: int) -> int | None:
-    """Return a descriptor that listens on loopback alone; left to itself, the store would listen on all interfaces.
+    """Return a descriptor that listens only on loopback; by default, the store would listen on all interfaces.
 
-    None where something listens there already: another store of this process, which is then shared, or a real conflict,
-    about which the store complains.
+    None if the port is in use: by another store of this process, which is then shared, or by another program, which the
+    store reports.
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -355,11 +355,11 @@ def _connect(host: str, port: int) -> socket.socket:
 
 @_interrupts.interruptible
 def _speaks_tls(host: str, port: int) -> bool:
-    """Return whether what listens there answers the beginning of a TLS connection."""
+    """Return whether the server at that address speaks TLS."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
         with _connect(host, port) as sock, context.wrap_socket(sock):
             return True
-    except OSError:  # errors of ssl, too: no keys are shown here, but those come only after TLS has begun
+    except OSError:  # includes ssl errors: no keys are presented here, but that fails only after TLS has started
         return False

@@ -1,12 +1,12 @@
-"""Messages without an answer: what the layers above tell other workers.
+"""Notices: one-way messages of the layers above to other workers.
 
     sender   Notices.send   --- Call with id 0, a note and tensors --->   Notices.received   receiver
 
-A notice arrives, or its sender is told that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
-connection was (`on_cut`). So no answer is needed.
+A notice arrives, or its sender learns that it may not have: the worker is lost (`Agent.on_worker_lost`), or only the
+connection is (`on_cut`). So no reply is needed.
 
-On one machine notices take the lane of the calls while nothing is under way on it, so they cannot wait behind a function:
-the thread that served the last call is still there, and need not be woken. Otherwise they take the control lane.
+On one machine, notices use the calls lane while no call is in progress on it, so they cannot wait behind a function: the
+thread that served the last call is still reading and need not be woken. Otherwise they use the control lane.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ class Notices:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._handlers: dict[str, Handler] = {}
-        self._kinds: dict[str, Any] = {}  # what notes are checked against before their handler sees them
+        self._kinds: dict[str, Any] = {}  # types against which notes are validated before their handler sees them
         self._cut_callbacks: list[Callable[[str], None]] = []
 
     def register(self, name: str, handler: Handler, kind: Any) -> None:
         """Call ``handler(sender, note, tensors)`` for every notice of that name, in the thread that read it.
 
-        What the handler raises ends the connection. A note that is not of the type `kind` does not reach it.
+        An exception of the handler closes the connection. A note that is not of type `kind` does not reach it.
         """
         prepare(kind)
         self._kinds[f"~{name}"] = kind
         self._handlers[f"~{name}"] = handler
 
     def on_cut(self, callback: Callable[[str], None]) -> None:
-        """Call back with the name of a worker that lives, but with which a connection ended: notices on it may be lost."""
+        """Register a callback for live workers with which a connection broke: notices on it may be lost."""
         self._cut_callbacks.append(callback)
 
     def lane_ended(self, name: str) -> None:
-        """Tell that a connection with a worker ended here, unless the worker itself has: that is told in another way."""
+        """Report that a connection with a worker closed, unless the worker itself died, which is reported separately."""
         if not (self._agent.is_closed or self._agent.has_ended(name)):
             for callback in self._cut_callbacks:
                 callback(name)
 
     def is_out_of_reach(self, to: str) -> bool:
-        """Return whether a worker's end was noticed and it was not connected since; it may be back."""
+        """Return whether a worker was found dead and has not reconnected; it may be back."""
         peer = self._agent.peers.by_name.get(to)
         return self._agent.has_ended(to) and not (peer is not None and peer.lanes)
 
@@ -100,7 +100,7 @@ class Notices:
             try:
                 lane.stream.send(message, b"", tensors, limit)
                 return
-            except ConnectionClosed as error:  # cut off here: the other side has not got all of it
+            except ConnectionClosed as error:  # interrupted here: the peer has not received all of it
                 lane.end(error)
                 if agent.is_closed:
                     raise NotInitialized(f"worker {agent.info.name} has shut down") from error
@@ -108,11 +108,11 @@ class Notices:
                 lane.end(error)
                 raise peer.lost(str(error)) from error
             except TimeoutError as error:
-                text = f"worker {to} does not read: no room for a message ({name}) in time (phase: send)"
+                text = f"worker {to} is not reading: message {name} could not be sent in time (phase: send)"
                 raise RpcTimeout(text, to, "send") from error
             finally:
                 if lane.stream.is_closed:  # half of the message may be out: the next one needs another connection
-                    lane.end(ConnectionClosed("a message was cut off"))
+                    lane.end(ConnectionClosed("a message was interrupted while being sent"))
 
     def read(self, frame: Frame) -> Any:
         """Return the note of a notice, checked; None for any other message, or one that this worker cannot handle."""
@@ -121,27 +121,29 @@ class Notices:
             return None
         try:
             note = message.notes[_NOTE] = read_note(message.notes[_NOTE], self._kinds[message.function])
-        except (KeyError, DecodeError):  # `received` says what is wrong with it
+        except (KeyError, DecodeError):  # `received` reports what is wrong with it
             return None
         return note
 
     def received(self, sender: WorkerInfo, frame: Frame) -> None:
-        """Handle a notice that arrived; what cannot be handled ends the connection, for there is no answer to say so."""
+        """Handle a received notice; close the connection if that fails, because there is no reply to report it in."""
         message = frame.message
         assert isinstance(message, Call)
         try:
             handler = self._handlers.get(message.function)
             if handler is None:
-                raise NotExposed(f"notices {message.function!r} are not handled here")
+                raise NotExposed(f"this worker does not handle notices named {message.function!r}")
             if frame.shortage:
-                raise ResourceExhausted(f"this worker has no memory for it: {frame.shortage}")
+                raise ResourceExhausted(f"this worker is out of memory for it: {frame.shortage}")
             if message.notes.keys() != {_NOTE} or frame.body:
-                raise DecodeError("a notice has one note, and no arguments")
+                raise DecodeError("a notice must have one note and no arguments")
             note = read_note(message.notes[_NOTE], self._kinds[message.function])
             codec = (
                 self._agent.codec
             )  # where its tensors belong is for the handler to know: see `gradwire.wire.devices`
             handler(sender, note, codec.rebuild_tensors(frame, message, ON_HOST) if message.tensors else [])
         except Exception as error:
-            _log.exception("%s: a notice %s from %s failed", self._agent.info.name, message.function, sender.name)
-            raise DecodeError(f"a notice {message.function} that could not be handled: {error}") from error
+            _log.exception(
+                "%s could not handle a notice %s from %s", self._agent.info.name, message.function, sender.name
+            )
+            raise DecodeError(f"a notice {message.function} could not be handled: {error}") from error

@@ -1,4 +1,4 @@
-"""Options of `init_rpc`, under the names that PyTorch's users know."""
+"""Options of `init_rpc`, with PyTorch's names."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ DeviceMap = dict[Any, Any]
 
 
 class RpcBackendOptions:
-    """What every backend has.
+    """Options common to all backends.
 
     Args:
-        rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
+        rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
 
     Raises:
@@ -36,7 +36,9 @@ class RpcBackendOptions:
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if not isinstance(rpc_timeout, int | float):
             kind, given = type(self).__name__, type(rpc_timeout).__name__
-            raise TypeError(f"{kind}: incompatible constructor arguments: rpc_timeout is in seconds, not a {given}")
+            raise TypeError(
+                f"{kind}: incompatible constructor arguments: rpc_timeout must be a number of seconds, not a {given}"
+            )
         self.rpc_timeout = float(rpc_timeout)
         self.init_method = init_method
 
@@ -45,25 +47,25 @@ class RpcBackendOptions:
 
 
 class RpcOptions(RpcBackendOptions):
-    """How a worker runs and how the workers find each other.
+    """Options of a worker, and of how the workers find each other.
 
     Args:
-        num_worker_threads: User functions that compute at once; those that wait do not count.
-        rpc_timeout: Deadline in seconds of a call that names none; 0 for none.
+        num_worker_threads: User functions that run at the same time; those waiting for another call do not count.
+        rpc_timeout: Default timeout of a call in seconds; 0 for no timeout.
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
-        init_timeout: How long to wait for the other workers.
+        init_timeout: Seconds to wait for the other workers.
         trust: ``"code"`` (any function, pickled arguments) or ``"data"`` (exposed functions, plain data, no pickle);
-            by default ``"code"`` on one machine and ``"data"`` where TLS keys are given.
-        transports: Schemes to use; by default ``unix``, and ``tcp`` where TLS keys are given.
-        tls: Keys for other machines. With these, the workers also meet over TLS: rank 0 listens at the ``tcp://`` or ``env://``
-            address itself.
+            by default ``"code"`` on one machine and ``"data"`` if TLS keys are given.
+        transports: Schemes to use; by default ``unix`` and, if TLS keys are given, ``tcp``.
+        tls: Keys for connections between machines. With keys, the rendezvous uses TLS as well: rank 0 itself listens at the
+            ``tcp://`` or ``env://`` address.
         bind_host: Address for ``tcp``; by default the one that faces the meeting point.
-        bind_port: Port for ``tcp``; 0 takes a free one, ``(first, last)`` a free one of that range.
-        limits: What is accepted from other workers.
-        shared_memory_from: Tensors of so many bytes and more go through shared memory on one machine.
-        device_maps: By worker, its device for each device here that tensors are sent from. Without a map for a worker,
-            tensors arrive there on the device of the same name.
-        devices: The devices here that maps may name, those of other workers included; by default any.
+        bind_port: Port for ``tcp``: 0 for any free port, ``(first, last)`` for a free one in that range.
+        limits: Limits on what is accepted from other workers.
+        shared_memory_from: Size in bytes from which tensors go through shared memory on one machine.
+        device_maps: For each worker, its device for each device here from which tensors are sent. Without a map for a
+            worker, tensors arrive there on the device of the same name.
+        devices: Devices here that maps may name, including the maps of other workers; any by default.
     """
 
     def __init__(
@@ -103,7 +105,7 @@ class RpcOptions(RpcBackendOptions):
         """Return the settings of one worker, whose address as seen from the meeting point is `bind_host`.
 
         Raises:
-            ConfigurationError: One of them is wrong.
+            ConfigurationError: A setting is wrong.
         """
         return WorkerConfig(
             num_worker_threads=self.num_worker_threads,
@@ -125,10 +127,11 @@ class RpcOptions(RpcBackendOptions):
         )
 
     def set_device_map(self, to: str, device_map: DeviceMap) -> None:
-        """Add a map from devices here to devices there.
+        """Add a map from devices of this worker to devices of worker `to`.
 
         Raises:
-            ConfigurationError: One of them is not a device, two of them map to one, or one is mapped to another already.
+            ConfigurationError: A name is not a device, two devices are mapped to the same device, or a device is already
+                mapped to another one.
         """
         known, more = self.device_maps.get(to, {}), read_device_map(to, device_map)
         for here, there in more.items():
@@ -142,13 +145,13 @@ class RpcOptions(RpcBackendOptions):
         """Set the devices that maps may name.
 
         Raises:
-            ConfigurationError: One of them is not the name of one device.
+            ConfigurationError: An item does not name a single device.
         """
         self.devices = [read_device("the list of devices", device) for device in devices]
 
 
 class TensorPipeRpcBackendOptions(RpcOptions):
-    """PyTorch's options, accepted as they are. `_transports` and `_channels` name parts of another system and do nothing."""
+    """Options with the signature of PyTorch's class of the same name. `_transports` and `_channels` are ignored."""
 
     def __init__(
         self, *, _transports: list[str] | None = None, _channels: list[str] | None = None, **options: Any

@@ -1,7 +1,8 @@
-"""The other workers: connections to them, which of their incarnations are alive, and where they can be found.
+"""The other workers: connections to them, which incarnations are alive, and their addresses.
 
 A peer has two lanes: ``calls`` for user functions, ``control`` for everything that must never wait behind them. Both are
-opened together, on first use. The end of the control lane tells of a worker's end; `Liveness` sees to it that there is one.
+opened together, on first use. A worker's death is detected by the end of its control lane; `Liveness` ensures that it has
+one.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.002
 _SLICE_S = 0.05  # a thread that waits for the one that connects looks so often for Ctrl-C
 _GOODBYE_S = 0.2
-_GIVEN_UP = "connecting was given up"
+_GIVEN_UP = "the connection attempt was abandoned"
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
 
@@ -54,7 +55,7 @@ class Peer:
 
     Attributes:
         lanes: The connections that this worker has opened to it, by lane.
-        last_seen: When its last answer came, as `time.time` tells.
+        last_seen: Time of its last reply, as of `time.time`.
     """
 
     def __init__(self, agent: Agent, name: str) -> None:
@@ -69,7 +70,7 @@ class Peer:
 
     @property
     def lost_reason(self) -> str | None:
-        """How it ended, as the process that supervises it says; None while it counts as a member."""
+        """How it ended according to its supervisor; None while it counts as a member."""
         return self.agent.lost_reason(self.name)
 
     def lane(self, kind: Lane, deadline: float) -> Connection:
@@ -81,7 +82,7 @@ class Peer:
         while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if time.monotonic() >= deadline:
-                text = f"RPC ran for more than its time: no connection to worker {self.name} (phase: connect)"
+                text = f"RPC ran for more than set timeout: no connection to worker {self.name} (phase: connect)"
                 raise RpcTimeout(text, self.name, "connect")
         try:
             return self.lanes.get(kind) or self._open(limit)[kind]
@@ -109,20 +110,22 @@ class Peer:
             for connection in lanes.values():
                 if connection.reader.has_ended:  # before it was listed, so that it was not struck off
                     self.forget_lane(connection)
-            # Again: `close` or `Agent.dismiss` may have looked for lanes before these were listed.
+            # Checked again: `close` or `Agent.dismiss` may have looked for lanes before these were listed.
             self._check_open()
             is_complete = True
             return lanes
         except TimeoutError as error:
             raise RpcTimeout(
-                f"RPC ran for more than its time: worker {self.name} took the connection but did not answer "
-                f"(phase: connect); it may be stopped or overloaded",
+                f"RPC ran for more than set timeout: worker {self.name} accepted the connection but did not "
+                f"respond (phase: connect); it may be stopped or overloaded",
                 self.name,
                 "connect",
             ) from error
         except AuthenticationFailed as error:
-            if self.lost_reason is not None:  # meanwhile
+            if self.lost_reason is not None:  # in the meantime
                 raise self.lost(self.lost_reason) from error
+            raise
+        except ResourceExhausted:  # of this process, which says nothing about the other one
             raise
         except TransportError as error:
             raise self.lost(f"it cannot be reached: {error}") from error
@@ -134,13 +137,13 @@ class Peer:
 
     def _check_open(self) -> None:
         if self.agent.is_closed:
-            raise NotInitialized(f"worker {self.agent.info.name} has shut down; it opens no more connections")
+            raise NotInitialized(f"worker {self.agent.info.name} has shut down and cannot open new connections")
         if self.lost_reason is not None:
             raise self.lost(self.lost_reason)
 
     def _connect(self, lanes: dict[str, Connection], address: WorkerAddress, deadline: float) -> None:
         try:
-            # Looked up each time: a new incarnation that answers ends what is left of the old one's lanes.
+            # Looked up each time: a new incarnation that responds closes the remaining lanes of the old one.
             while missing := [kind for kind in _LANES if kind not in self.lanes and kind not in lanes]:
                 lanes[missing[0]] = self._connect_lane(address, missing[0], deadline)
         except Exception:
@@ -162,7 +165,7 @@ class Peer:
             while answer is not None:
                 stream.send(answer, deadline=deadline)
                 frame = stream.receive(deadline)
-                # Asked for where it counts: behind a refusal the connection may have ended already.
+                # Checked here because the connection may already be closed behind a refusal.
                 is_challenge = isinstance(frame.message, Challenge)
                 answer = handshake.on_message(frame.message, stream.channel.certified_names() if is_challenge else None)
             assert handshake.peer is not None
@@ -170,25 +173,25 @@ class Peer:
             made.is_on_this_machine = not uri.startswith("tcp:")
             return made
         finally:
-            if made is None:  # the other side may hold it for open, and its end for the end of this worker
+            if made is None:  # the peer may consider it open, and its end the end of this worker
                 with contextlib.suppress(TransportError, TimeoutError, OSError):
                     stream.send(Goodbye(_GIVEN_UP), deadline=time.monotonic())
                 stream.close()
 
     def forget_lane(self, ended: Connection) -> None:
         if self.lanes.get(ended.lane) is ended:
-            self.lanes.pop(ended.lane, None)  # another thread may be here, too
+            self.lanes.pop(ended.lane, None)  # another thread may be here as well
 
     def end_lanes(self, incarnation: int, reason: str) -> None:
-        """End the lanes to a worker that is gone, up to that incarnation."""
+        """Close the lanes to a lost worker, up to that incarnation."""
         for connection in self._lanes_to(incarnation):
             connection.fail_calls(reason)
             connection.end(ConnectionClosed(reason))
 
     def read_last_answers(self, incarnation: int, deadline: float) -> None:
-        """Take the answers that a worker (up to that incarnation) sent before it left; it closes its connections itself.
+        """Read the replies that a worker (up to that incarnation) sent before it left; it closes its connections itself.
 
-        Its goodbye may have been read on another connection than the one that its answers lie in.
+        Its goodbye may have been read on a different connection from its replies.
         """
         for connection in self._lanes_to(incarnation):
             reader, calls = connection.reader, connection.calls
@@ -200,10 +203,10 @@ class Peer:
         return [item for item in list(self.lanes.values()) if item.address.incarnation <= incarnation]
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:
-        """Return what to raise for a call of this worker, or because it cannot be reached."""
-        what = f"call of {call.function} on worker {self.name} failed" if call else f"worker {self.name} is lost"
+        """Return the error to raise for a call to this worker, or because it cannot be reached."""
+        what = f"call to {call.function} on worker {self.name} failed" if call else f"worker {self.name} is lost"
         outcome = "; it is unknown whether the function ran there" if call else ""
-        seen = f", last heard of {time.time() - self.last_seen:.1f} s ago" if self.last_seen else ""
+        seen = f", last heard from {time.time() - self.last_seen:.1f} s ago" if self.last_seen else ""
         return WorkerLost(f"{what}: {self.lost_reason or reason}{seen}{outcome}", self.name, self.last_seen)
 
     def close(self) -> None:
@@ -236,7 +239,7 @@ class PeerTable:
         name = getattr(to, "name", None)
         if isinstance(name, str):
             return name
-        raise UnknownWorker(f"a worker is named by its name, rank or WorkerInfo, not by {to!r}")
+        raise UnknownWorker(f"a worker must be given by its name, rank or WorkerInfo, not {to!r}")
 
     def peer(self, name: str) -> Peer:
         peer = self.by_name.get(name)
@@ -250,7 +253,7 @@ class PeerTable:
         return [lane for peer in self for lane in list(peer.lanes.values())]
 
     def address_of(self, name: str, timeout_s: float = 10.0) -> WorkerAddress:
-        """Return the address of the incarnation that is connected, or becomes so now."""
+        """Return the address of the connected incarnation, connecting first if necessary."""
         if name == self._agent.info.name:
             return self._agent.address
         peer = self.by_name.get(name) or self.peer(name)
@@ -258,23 +261,22 @@ class PeerTable:
         return lane.address
 
     def is_connected(self, worker: int, incarnation: int) -> bool:
-        """Return whether anything may still come from that worker."""
+        """Return whether that worker may still send anything."""
         lanes = [*self.lanes(), *(item for item in list(self._agent.server.incoming) if item.lane)]
         return any((lane.info.id, lane.address.incarnation) == (worker, incarnation) for lane in lanes)
 
 
 class Membership:
-    """What this worker knows about the lives of the others.
+    """Which incarnations of the other workers are alive.
 
-    Incarnations only rise, here and in what the supervising process says. So its messages may come late, twice or in any
-    order.
+    Incarnations only increase, here and in the supervisor's messages, so those may arrive late, twice or in any order.
     """
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
-        self._ended: dict[str, int] = {}  # the newest incarnation whose end was told, by name
-        self._num_ends: dict[str, int] = {}  # how many ends of each worker were told
-        # The newest incarnation that the supervising process has given up, and why: it cannot come back, even if it lives.
+        self._ended: dict[str, int] = {}  # the newest incarnation whose end was reported, by name
+        self._num_ends: dict[str, int] = {}  # how many ends of each worker were reported
+        # The newest incarnation that the supervisor declared lost, and why: it cannot come back, even if it is alive.
         self._dismissed: dict[str, tuple[int, str]] = {}
 
     def is_current(self, address: WorkerAddress) -> bool:
@@ -284,12 +286,12 @@ class Membership:
         return 0 < address.incarnation <= self._dismissed.get(address.info.name, (0, ""))[0]
 
     def lost_reason(self, name: str) -> str | None:
-        """Return why the newest incarnation of a worker was given up; None if it was not."""
+        """Return why the newest incarnation of a worker was declared lost; None if it was not."""
         incarnation, reason = self._dismissed.get(name, (0, ""))
         return reason if incarnation and incarnation >= self.newest(name) else None
 
     def on_dismissed(self, name: str, incarnation: int, reason: str) -> bool:
-        """Note that an incarnation does not belong to the cluster any more; return False if a later one is known."""
+        """Record that an incarnation no longer belongs to the cluster; return False if a later one is known."""
         if incarnation >= self._dismissed.get(name, (0, ""))[0]:
             self._dismissed[name] = incarnation, reason
         return incarnation >= self.newest(name)
@@ -305,10 +307,10 @@ class Membership:
         return self._num_ends.get(name, 0)
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
-        """Note that a worker is connected: what was known of its end no longer counts.
+        """Record that a worker is connected, so that earlier reports of its end no longer count.
 
         Returns:
-            Its earlier incarnation, if that must have ended meanwhile and this was not told: it is to be told now.
+            Its earlier incarnation, if that must have ended and this has not been reported: the caller reports it.
         """
         name, known = address.info.name, self.newest(address.info.name)
         if self._ended.get(name, -1) >= address.incarnation:  # it is back
@@ -320,10 +322,10 @@ class Membership:
         return None
 
     def on_ended(self, address: WorkerAddress, num_ends: int | None = None) -> bool:
-        """Note a worker's end; return True the first time.
+        """Record a worker's end; return True the first time.
 
-        `num_ends` is what it was when the connection was made whose end tells; None if no connection does. The worker may
-        have been taken for dead and be back by the time that the last of its old connections ends.
+        `num_ends` is the count at the time when the connection was made whose end is the evidence; None without such a
+        connection. The worker may have been declared dead and be back before the last of its old connections ends.
         """
         name = address.info.name
         if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(name)):
@@ -334,7 +336,7 @@ class Membership:
 
 
 _VANISHED_LOOK_S = 1.0  # between two looks at a connection
-_RETURN_S = 1.0  # between the end of a worker's connection and the look whether it has a control lane
+_RETURN_S = 1.0  # between the end of a worker's connection and the check whether it has a control lane
 _NEVER = float("inf")
 
 
@@ -347,42 +349,42 @@ class Liveness:
         self._doubtful: dict[str, tuple[float, WorkerAddress]] = {}
 
     def connection_ended(self, address: WorkerAddress) -> None:
-        """See to it that the worker has a control lane; call it when the connection is not listed any more."""
+        """Ensure that the worker has a control lane; call this when the connection is no longer listed."""
         if self._agent.is_closed:
             return
-        # Not put off by the next one that ends: a worker could go on with that.
+        # Not postponed by the next connection that ends: a worker could repeat that for ever.
         known = self._doubtful.get(address.info.name)
         when = known[0] if known is not None else time.monotonic() + _RETURN_S
         self._doubtful[address.info.name] = when, address
         self._agent.reactor.expect(when)
 
     def sweep(self, now: float) -> float:
-        """End connections whose machine is gone, reach for workers without a control lane; return when to look again."""
+        """Close connections to dead machines and connect to workers without a control lane; return when to check again."""
         wanted, agent = _NEVER, self._agent
         for reader in [item.reader for item in agent.connections()]:
             if reader.stream.channel.can_vanish:
                 wanted = now + _VANISHED_LOOK_S
                 if reader.stream.channel.is_vanished():
-                    vanished = ConnectionLost("the other machine does not acknowledge anything")
+                    vanished = ConnectionLost("the other machine is not acknowledging any data")
                     agent.reactor.run_soon(partial(reader.end, vanished))
         for name, (when, address) in list(self._doubtful.items()):
             if when > now:
                 wanted = min(wanted, when)
                 continue
-            self._doubtful.pop(name, None)  # before looking: what ends later is listed again
+            self._doubtful.pop(name, None)  # before the check: connections that end later are listed again
             if not self._is_settled(name):
                 agent.reactor.run_soon(partial(self._reach, address))
         return wanted
 
     def _is_settled(self, name: str) -> bool:
-        """Return whether a worker has ended, or its end will be noticed."""
+        """Return whether a worker is dead, or its death will be detected."""
         peer = self._agent.peers.by_name.get(name)
         if self._agent.has_ended(name) or (peer is not None and "control" in peer.lanes):
             return True
         return any(lane.info.name == name for lane in self._agent.server.control_lanes())
 
     def _reach(self, address: WorkerAddress) -> None:
-        """Open a control lane to a worker; the one that it had has ended, and it has not, as far as is known."""
+        """Open a control lane to a worker that has lost its control lane but is not known to be dead."""
         agent, name = self._agent, address.info.name
         try:
             agent.peers.peer(name).lane("control", time.monotonic() + agent.config.limits.handshake_timeout_s)
@@ -390,17 +392,19 @@ class Liveness:
             return
         except (WorkerLost, AuthenticationFailed, UnknownWorker) as error:
             if isinstance(error.__cause__, ResourceExhausted):
-                self.connection_ended(address)  # look again
+                self.connection_ended(address)  # check again
             elif not self._is_settled(name):
-                agent.on_worker_ended(address, f"its control lane ended, and then: {error}", was_orderly=False)
+                agent.on_worker_ended(
+                    address, f"its control connection closed, and reconnecting failed: {error}", was_orderly=False
+                )
         except (RpcTimeout, OSError):  # it may be stopped, or this process out of descriptors
             self.connection_ended(address)
 
 
 class StaticDirectory:
-    """Finds workers by name or rank: those known when the cluster was made, or that have shown who they are."""
+    """Finds workers by name or rank: those known at the start, and those that have authenticated."""
 
-    is_fixed = True  # whether the workers are all known; otherwise they come and go
+    is_fixed = True  # whether all workers are known; otherwise they may join and leave
 
     def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
         self._is_complete = False
@@ -412,7 +416,7 @@ class StaticDirectory:
             self.update(address)
 
     def complete(self) -> None:
-        """Let in no other worker from now on: all are known."""
+        """Admit no other workers from now on: all are known."""
         self._is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
@@ -428,7 +432,7 @@ class StaticDirectory:
         return found
 
     def refresh(self, name: str) -> WorkerAddress | None:
-        """Look again, because the worker did not answer; None if nothing new is known."""
+        """Look up the worker again because it did not respond; return None if nothing new is known."""
         return None
 
     def update(self, address: WorkerAddress) -> None:
@@ -439,14 +443,14 @@ class StaticDirectory:
             known = self._by_name.get(name)
             if known is None and self._is_complete:
                 raise AuthenticationFailed(
-                    f"{name} of rank {rank} does not belong to this cluster of {len(self._by_name)}"
+                    f"{name} with rank {rank} does not belong to this cluster of {len(self._by_name)}"
                 )
             if known is None or known.incarnation <= address.incarnation:
                 self._by_name[name] = address
             self._names[rank] = name
 
     def add(self, address: WorkerAddress) -> None:
-        """Let in one more worker, or a new start of one, although all were known."""
+        """Admit another worker, or a restarted one, although all were known."""
         name = address.info.name
         with self._binding:
             self.check(address.info)
@@ -457,7 +461,7 @@ class StaticDirectory:
             self._former.pop(name, None)
 
     def remove(self, name: str) -> None:
-        """Take a worker out; it can still be found, by those who hold something of it, until its name is given again."""
+        """Remove a worker; holders of its references can still look it up until its name is reused."""
         with self._binding:
             address = self._by_name.pop(name, None)
             if address is not None:
@@ -476,6 +480,6 @@ class StaticDirectory:
 
 def not_unique_text(one: WorkerInfo, other: WorkerInfo) -> str:
     return (
-        f"worker name or rank is not unique: {one.name} of rank {one.id} and {other.name} of rank {other.id}; "
-        f"every rank needs a name of its own and every name a rank of its own"
+        f"worker name or rank is not unique: {one.name} with rank {one.id} and {other.name} with rank {other.id}; "
+        f"give every worker its own name and its own rank"
     )

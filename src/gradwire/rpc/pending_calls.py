@@ -1,10 +1,11 @@
-"""Calls under way, as their caller sees them. No threads, sockets or clocks inside.
+"""Calls in progress, as seen by their caller. No threads, sockets or clocks inside.
 
     PENDING --answer--> DONE
-       |----deadline--> EXPIRING (the callee was asked how far it got) --answer, or no answer--> DONE
+       |----deadline--> EXPIRING (the callee was asked for its progress) --answer, or no answer--> DONE
        |----cancel, worker lost--> DONE
 
-Every call ends exactly once: the thread that takes it out of the table (`pop`, one dictionary operation) may finish it.
+Every call completes exactly once: only the thread that removes it from the table (`pop`, one dictionary operation) may
+complete it.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ _NO_DEADLINE: Final = float("inf")
 
 PHASE_TEXT: Final = {
     "connect": "it could not be reached",
-    "send": "its connection took no more bytes, or the request had not arrived",
-    "held": "it does not serve calls yet: it holds them back until it calls gradwire.rpc.start_serving()",
-    "queue": "the call waited for a free worker thread there",
+    "send": "its connection accepted no more data, or the request had not arrived",
+    "held": "it is not serving calls yet: they are held until it calls gradwire.rpc.start_serving()",
+    "queue": "the call was waiting for a free worker thread there",
     "run": "the function was still running there",
-    "reply": "the function had ended and its result was on the way",
-    "unknown": "it did not answer when asked how far the call got (stopped, busy holding the GIL, or cut off)",
+    "reply": "the function had returned and its result was on the way",
+    "unknown": "it did not respond when asked about the call's progress (stopped, holding the GIL, or disconnected)",
 }
 
 
@@ -38,14 +39,14 @@ class PendingCall(msgspec.Struct, eq=False):
     """One call, from the moment it is made until it has a result or an error.
 
     Attributes:
-        on_done: Runs in the thread that finishes the call; must not wait for anything.
-        future: Gets the result.
-        is_over: The answer is here; only callbacks may still have to run.
-        is_done: It has ended, and its callbacks have run.
-        is_expiring: Its deadline has passed, and the callee was asked how far it got.
-        waiters: Locks that serve as signals, one for each thread that waits; released when the call is done.
-        table: The calls under way on its connection, this one included until it ends.
-        transfer_status: Of what it carries, if another part wants to know whether that is under way.
+        on_done: Runs in the thread that completes the call; must not block.
+        future: Receives the result.
+        is_over: The reply has arrived; callbacks may still have to run.
+        is_done: The call has completed, and its callbacks have run.
+        is_expiring: The deadline has passed, and the callee was asked for its progress.
+        waiters: Locks used as signals, one for each waiting thread; released when the call is done.
+        table: The calls in progress on its connection, including this one until it completes.
+        transfer_status: Whether the contents of the call are in transit, if a tracker needs to know.
     """
 
     call_id: int
@@ -75,17 +76,17 @@ class PendingCall(msgspec.Struct, eq=False):
 
     def timeout_text(self, phase: str, now: float) -> str:
         return (
-            f"RPC ran for more than its time: call of {self.function} on worker {self.worker} timed out after "
+            f"RPC ran for more than set timeout: call to {self.function} on worker {self.worker} timed out after "
             f"{now - self.started:.3g} s: "
-            f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or look at what that worker does"
+            f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or check what that worker is doing"
         )
 
 
 class CallTable(dict[int, PendingCall]):
-    """The calls under way on one connection, by id. The thread that pops one may finish it.
+    """The calls in progress on one connection, by id. The thread that pops one may complete it.
 
     Attributes:
-        reader: Reads their answers, for threads that wait; None for calls of a worker to itself.
+        reader: Reads their replies, for waiting threads; None for calls of a worker to itself.
     """
 
     reader: Reader | None = None

@@ -1,13 +1,13 @@
 """Service threads around one epoll, and the clock.
 
 The thread that reads is the thread that runs: handing a message to another thread costs more than the socket. All service
-threads wait in one `epoll`; the kernel gives an event to one of them (the one that waited last, so it is warm). That
-thread reads and runs what it read. There is always at least one more thread waiting, so that reading goes on whatever the
+threads wait in one `epoll`; the kernel delivers an event to one of them (the one that waited last, whose caches are warm).
+That thread reads a request and runs it. At least one more thread is always waiting, so that reading continues whatever the
 first one runs. Events are one-shot: a connection that is being read wakes no other thread until it is armed again.
 
-The clock thread sleeps while nothing happens. While something runs it looks now and then whether a reader is stuck in user
-code, and passes that reader's connection on (`Reader.take_over_if_stuck`): every 2 ms while that happens, and less and less
-often, down to every 16 ms, while it does not. It also calls the agent's deadline sweep.
+The clock thread sleeps while the worker is idle. While a function runs, it checks whether a reader is stuck in user code and
+hands that reader's connection over (`Reader.take_over_if_stuck`): every 2 ms while that happens, and less often, down to
+every 16 ms, while it does not. It also calls the agent's deadline sweep.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class GilMeter:
-    """Samples the wait: gives the lock up and counts how long it takes to get it back."""
+    """Sample the wait for the GIL: release it and measure how long it takes to get it back."""
 
     def __init__(self) -> None:
         self._total_s = 0.0
@@ -38,7 +38,7 @@ class GilMeter:
 
     def sample(self) -> None:
         began = time.perf_counter()
-        time.sleep(0)  # lets go of the lock and asks for it again
+        time.sleep(0)  # releases the GIL and acquires it again
         self._total_s += time.perf_counter() - began
         self._num_samples += 1
 
@@ -70,8 +70,8 @@ class Reactor:
 
     Args:
         name: The worker's name, for thread names.
-        max_idle: Threads that stay when there is nothing to do.
-        sweep: Called by the clock; returns the time at which it wants to be called again.
+        max_idle: Number of idle threads that are kept.
+        sweep: Called by the clock; returns when to call it again.
     """
 
     def __init__(self, name: str, max_idle: int, sweep: Callable[[float], float]) -> None:
@@ -89,7 +89,7 @@ class Reactor:
         self._num_spawned = 0
         self._threads: set[threading.Thread] = set()
         self._closing = False
-        self._has_closed = False  # no service thread takes tasks any more
+        self._has_closed = False  # service threads no longer take tasks
         self.lacks_thread = False  # no thread may be left to read: the clock tries again to start one
         self.gil_meter: GilMeter | None = None  # set to measure; the clock takes the samples
         self.linger = threading.Lock()  # held by the one service thread that stays with its connection; see `Reader`
@@ -104,7 +104,7 @@ class Reactor:
     def add(self, descriptor: int, handler: Callable[[], None], *, armed: bool) -> None:
         """Call `handler` in a service thread, once for each arming, when the descriptor can be read.
 
-        One that is not armed is watched for its end.
+        While it is not armed, it is only watched for its end.
         """
         with self._registering:
             self._handlers[descriptor] = handler
@@ -120,7 +120,7 @@ class Reactor:
             pass
 
     def disarm(self, descriptor: int) -> None:
-        """Ask for the end of the connection alone; an event that is already on its way may still arrive."""
+        """Watch only for the end of the connection; an event in flight may still arrive."""
         try:  # noqa: SIM105  (on the path of every call)
             self._epoll.modify(descriptor, _DISARMED)
         except (OSError, ValueError):
@@ -139,7 +139,7 @@ class Reactor:
                 self._epoll.unregister(descriptor)
 
     def run_soon(self, task: Callable[[], object]) -> None:
-        """Run a task in a service thread; after `close`, in one that is started for it."""
+        """Run a task in a service thread; after `close`, in a new thread."""
         self._tasks.append(task)
         self._wake()
         # Looked at after the task was listed: `close` may have looked before. A finalizer at the program's end starts none.
@@ -178,9 +178,9 @@ class Reactor:
         )
         try:
             thread.start()
-        except RuntimeError as error:  # a limit of the system: go on with those there are, and try again later
+        except RuntimeError as error:  # a system limit: continue with the existing threads, and retry later
             if not self.lacks_thread:
-                _log.warning("%s: no further thread can be started: %s", self.name, error)
+                _log.warning("%s cannot start another thread: %s", self.name, error)
                 self.lacks_thread = True
                 self.clock.wake()
             return
@@ -190,7 +190,7 @@ class Reactor:
         self._num_spawned += 1
 
     def replace_missing_thread(self) -> None:
-        """Try again to start a thread that could not be started, unless another one has become free meanwhile."""
+        """Retry starting a thread, unless another one has become free in the meantime."""
         with self._lock:
             if self._num_idle > 0 or self._closing:
                 self.lacks_thread = False
@@ -221,7 +221,7 @@ class Reactor:
                 return
 
     def _may_wait_again(self) -> bool:
-        """Return whether a thread that has run what it got is still needed."""
+        """Return whether a thread that has finished its task is still needed."""
         with self._lock:
             if self._closing or self._num_idle >= self._max_idle:
                 self._threads.discard(threading.current_thread())
@@ -243,7 +243,7 @@ class Reactor:
         task()
 
     def _run_rest(self) -> None:
-        """After the end: futures to be completed, say. A thread that waits for one must not wait for ever."""
+        """Run the remaining tasks after the end: some complete futures, and no thread must wait for one for ever."""
         with contextlib.suppress(IndexError):  # several threads may do this at once
             while True:
                 task = self._tasks.popleft()
@@ -256,7 +256,7 @@ class Reactor:
             _log.exception("%s: a handler failed; please report this", self.name)
 
     def close(self) -> None:
-        """End all threads, waiting briefly for those that run user code. Idempotent."""
+        """Stop all threads, waiting briefly for those that run user code. Idempotent."""
         with self._lock:
             if self._wake_fd < 0:
                 return
@@ -303,7 +303,7 @@ class _Clock:
     def expect(self, when: float) -> None:
         with self._lock:
             self._is_in_demand = True
-            if self._is_sweeping:  # waking it would make it sweep once more for every call that is made meanwhile
+            if self._is_sweeping:  # waking it would cause another sweep for every call made in the meantime
                 self._wanted = min(self._wanted, when)
                 return
         self.wake()
@@ -344,13 +344,13 @@ class _Clock:
                 active_until = time.monotonic() + _AWAKE_S
 
     def _pass_on_stuck(self, readers: list[Reader], now: float) -> bool:
-        """Take connections away from threads that have been inside one frame for a tick; return whether any was."""
+        """Take connections over from threads that have been handling one frame for a tick; return whether there were any."""
         is_any_stuck = False
         try:
             for reader in readers:
                 is_any_stuck = reader.take_over_if_stuck(now - _TICK_S) or is_any_stuck
         except Exception:
-            _log.exception("%s: passing a connection on failed; please report this", self._reactor.name)
+            _log.exception("%s: handing over a connection failed; please report this", self._reactor.name)
         return is_any_stuck
 
     def _sweep(self, now: float) -> float:

@@ -1,11 +1,11 @@
 """The right to read a connection: one thread at a time holds it.
 
-    service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> give up
-    waiting caller   hold -> read until its own answer is there -> arm if others still wait -> give up
-    backward pass    hold several -> read, handle what is of the pass, read ... -> arm -> give up
+    service thread   event -> hold -> read, run, read, run ... -> nothing left -> arm -> release
+    waiting caller   hold -> read until its own reply has arrived -> arm if others still wait -> release
+    backward pass    hold several -> read, handle frames of the pass, read ... -> arm -> release
     clock            holder stuck in user code -> take over: another thread reads the rest
 
-Frames that were read but not yet handled lie in the inbox, so that the next holder goes on where the last one stopped.
+Frames that were read but not yet handled are kept in the inbox, so that the next holder continues where the last stopped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.pending_calls import PendingCall
 
 _log = logging.getLogger("gradwire")
-_LOOK_S = 0.2  # a thread that waits for its answer looks so often whether another thread has ended the call
+_LOOK_S = 0.2  # how often a waiting thread checks whether another thread has completed the call
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 
 # When threads busy-poll: see `_Poller.wait`.
@@ -50,7 +50,7 @@ Hold = tuple["Reader", int]
 
 
 class _Current(threading.local):
-    request: Request | None = None  # what the current thread serves
+    request: Request | None = None  # the request that the current thread serves
     holds: Sequence[Hold] = ()  # the connections that it holds
 
 
@@ -80,11 +80,10 @@ class _Poller:
         self._num_looks = _MAX_LOOKS
 
     def wait(self, timeout_s: float) -> list[tuple[int, int]]:
-        """Return the descriptors that can be read, with their events; none if there are none within that time.
+        """Return the readable descriptors with their events; empty if there are none within that time.
 
-        To sleep and be woken costs more than a short call takes. So busy-poll first, if waits here have been short lately
-        and nothing else in this process wants to run: twice as often as it took the last time, and each time without
-        success halves it.
+        Sleeping and waking up cost more than a short call. So busy-poll first if recent waits were short and nothing else
+        in this process wants to run: for twice as many polls as the last success took, halved by each failure.
         """
         if self._num_looks and _looking.acquire(False):
             try:
@@ -102,18 +101,18 @@ class _Poller:
 
 
 class Reader:
-    """Reads one connection; the threads of `reactor` do when no caller does.
+    """Reads one connection, in a waiting caller or in a thread of `reactor`.
 
     Args:
         on_frame: Handles a frame; may run user code.
-        on_end: Told once that the connection ended, and why.
-        wants_reading: Whether anything is expected; otherwise the connection is watched for its end alone. None: always.
+        on_end: Called once when the connection ends, with the reason.
+        wants_reading: Whether data is expected; otherwise the connection is only watched for its end. None: always.
 
     Attributes:
-        inbox: Frames that were read and not handled yet.
+        inbox: Frames that were read but not handled yet.
         is_lingered_on: Whether a service thread may stay with the connection after a request.
-        will_flush: A service thread is handling frames, and sends afterwards what was held back meanwhile.
-        must_flush: Something may have been held back; set after that.
+        will_flush: A service thread is handling frames and will then send frames that were held back.
+        must_flush: Set after a frame may have been held back.
     """
 
     def __init__(
@@ -156,7 +155,7 @@ class Reader:
                 self.reactor.arm(self._fd)
 
     def _on_ready(self) -> None:
-        """Read and run until nothing is left or another thread took over."""
+        """Read and run until nothing is left or another thread has taken over."""
         with self._lock:
             self._armed = self._is_watched = False
             if self._held or self.has_ended:
@@ -193,7 +192,7 @@ class Reader:
             self.end(error)
             return
         except TimeoutError:
-            self.end(ConnectionClosed("the other side does not read its replies"))
+            self.end(ConnectionClosed("the peer is not reading its replies"))
             return
         except BaseException as error:  # never leave a connection that no thread will read again
             _log.exception("handling a frame of %r failed; please report this", self.stream)
@@ -206,17 +205,17 @@ class Reader:
         self._give_up(epoch)
 
     def _enter(self) -> None:
-        """Let the clock look after this connection, whose holder runs what it read."""
+        """Let the clock watch this connection while its holder runs a request."""
         busy.add(self)
         if not self.reactor.clock.is_awake:
             self.reactor.clock.wake()
 
     def _next_frames(self, num_read: int) -> list[Frame] | None:
-        """Return what comes next on this connection; None to leave it to epoll.
+        """Return the next frames on this connection; None to leave it to epoll.
 
-        A caller that has its answer often calls again. One service thread, the one that ran the last request, therefore
-        stays with its connection for a while: that spares two system calls for each request of a sequence.
-        Where answers come, it stays only while more are expected: the next caller is to read its own.
+        A caller often calls again after its reply. So the service thread that ran the last request stays with its
+        connection briefly, which saves two system calls for each request of a sequence. On a connection for replies, it
+        stays only while more are expected: the next caller should read its own.
         """
         stream, linger = self.stream, self.reactor.linger
         if num_read != 1 or stream.has_hidden_bytes():
@@ -265,7 +264,7 @@ class Reader:
             if self._epoch != epoch or not self._held:
                 return
             if before is not None and not 0.0 < self._busy_since < before:
-                return  # it went on meanwhile
+                return  # it has resumed in the meantime
             self._busy_since = 0.0
             self.will_flush = False
             self._epoch += 1
@@ -301,7 +300,7 @@ class Reader:
     def read_until(self, goal: PendingCall | Until, deadline: float) -> bool:
         """Read in the calling thread until the goal is reached, the deadline passes or the connection ends.
 
-        Return False if another thread is reading already, so that the caller must wait for it.
+        Return False if another thread is already reading, so that the caller must wait for it.
         """
         epoch = self._take_hold()
         if epoch is None:
@@ -335,7 +334,7 @@ class Reader:
             self.end(error)
 
     def _handle_elsewhere(self, frame: Frame) -> None:
-        """Handle a frame in a service thread that does not hold the connection: what cannot be handled ends it, too."""
+        """Handle a frame in a service thread that does not hold the connection; a failure closes it as well."""
         try:
             self.on_frame(frame)
         except TransportError as error:
@@ -351,7 +350,7 @@ class Reader:
         if isinstance(error, DecodeError):
             # Tell the other side why, and after the handshake that only this connection ends. One with another version of
             # the protocol does not understand it, and names that version.
-            reason = f"it cannot read what came: {error}"
+            reason = f"it cannot read the received data: {error}"
             is_in_handshake = self.stream.decoder.accept.isdisjoint((Call, Reply))
             with contextlib.suppress(TransportError, TimeoutError):
                 answer = Refused(reason) if is_in_handshake else Goodbye(reason)
@@ -362,7 +361,7 @@ class Reader:
 
 @_interrupts.interruptible
 def _busy_poll(poll: Callable[[float], list[tuple[int, int]]], num_looks: int) -> tuple[int, list[tuple[int, int]]]:
-    """Return after how many looks there was something to read, and what; nothing if others want to run."""
+    """Return after how many polls there was something to read, and what; nothing if other threads want to run."""
     for number in range(num_looks):
         ready = poll(0)
         if ready:
@@ -376,13 +375,13 @@ def _busy_poll(poll: Callable[[float], list[tuple[int, int]]], num_looks: int) -
 def serve_together(
     readers: Iterable[Reader], seconds: float, goal: Until, may_run_here: Callable[[Frame], bool]
 ) -> bool:
-    """Read connections and handle frames in the calling thread, which waits for what they will do.
+    """Read connections and handle frames in the calling thread, which waits for their effects.
 
-    Frames that may not be handled here go to a service thread. None of those stays with one of the connections after a
-    request any more: it would be in the way.
+    Frames that may not be handled here go to a service thread. Service threads no longer stay with these connections after
+    a request, where they would be in the way.
 
     Returns:
-        Whether anything came.
+        Whether anything was received.
     """
     holds, by_descriptor, num_handled = [], {}, 0
     for reader in readers:
@@ -403,7 +402,7 @@ def serve_together(
             held._busy_since = now
             held._enter()
         try:
-            # As in a thread that knows nothing of this one.
+            # As in a thread independent of this one.
             contextvars.Context().run(reader.on_frame, frame)
         except TransportError as error:
             reader.end(error)

@@ -1,13 +1,13 @@
-"""How workers that were started separately find each other.
+"""Rendezvous: how separately started workers find each other.
 
     every rank   open the store, agree on a token, listen, publish its address
     every rank   --join--> rank 0, which answers with all addresses once all ranks have joined
 
-The store only carries addresses. Rank 0's word counts, so what an earlier run left in a file is harmless. A rank that
-restarts publishes its new incarnation and joins again; the others find it when the old one stops answering. If rank 0
-itself restarts, it asks those who have met already. A rank that cannot join (another trust level, a name or rank that is
-taken) says so in the store, if that lets it in, and all who wait give up at once. Without `world_size` there is no meeting:
-workers come and go, and are looked up by name.
+The store only carries addresses. Rank 0 is authoritative, so entries that an earlier run left in a file are harmless. A rank
+that restarts publishes its new incarnation and joins again; the others find it when the old one stops responding. If rank 0
+itself restarts, it asks the ranks that have already met. A rank that cannot join (another trust level, a name or rank that
+is taken) leaves a note in the store, if the store admits it, and all waiting ranks fail at once. Without `world_size` there
+is no meeting: workers may join and leave, and are looked up by name.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from gradwire.wire.messages import decode_address, encode_address
 _log = logging.getLogger("gradwire")
 _LOOK_S = 0.05
 _OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
-_LINGER_S = 0.6  # others look for an obstacle three times meanwhile
+_LINGER_S = 0.6  # others look for an obstacle three times in this period
 _read_notes: set[str] = set()  # notes about obstacles that this process knows: it may try again with another name
 
 Obstacle = Literal["duplicate", "refused"]
-"""Why a world cannot become complete: two workers have one name or rank, or one is not let in."""
+"""Why a world cannot become complete: two workers have the same name or rank, or one is not admitted."""
 
 _ERRORS: dict[str, type[DuplicateWorker | RendezvousFailed]] = {
     "duplicate": DuplicateWorker,
@@ -62,10 +62,10 @@ _ERRORS: dict[str, type[DuplicateWorker | RendezvousFailed]] = {
 
 
 class StoreDirectory(StaticDirectory):
-    """Workers as published in a store.
+    """Directory of the workers published in a store.
 
-    What the store holds about a worker tells where to look for it. Its name and rank are bound when it has shown who it
-    is, or when rank 0 says who has come: a file may hold what an earlier run has left there.
+    A store entry is only a hint where to find a worker. Its name and rank are bound when it has authenticated, or when
+    rank 0 announces who has joined: a file may hold entries of an earlier run.
     """
 
     def __init__(self, point: MeetingPoint) -> None:
@@ -85,7 +85,7 @@ class StoreDirectory(StaticDirectory):
             self._store.publish(agent.address)
         except IdentityTaken as error:
             raise self._duplicate(str(error)) from error
-        except TransportError as error:  # a name that the certificate is not good for, say
+        except TransportError as error:  # such as a name that the certificate is not valid for
             text = f"rank {info.id} ({info.name}) cannot join at {self._where}: {error}"
             _read_notes.add(self.announce("refused", text))
             raise RendezvousFailed(text) from error
@@ -104,7 +104,7 @@ class StoreDirectory(StaticDirectory):
         return note
 
     def check_obstacle(self, since: float) -> None:
-        """Look for such a note. One that is older than this worker, or that this process has read before, does not count."""
+        """Look for such a note, ignoring notes that are older than this worker or that this process has already read."""
         try:
             note, age_s = self._store.note()
         except MeetingPointLost:
@@ -117,13 +117,13 @@ class StoreDirectory(StaticDirectory):
             raise _ERRORS[kind](text)
 
     def give_up(self, text: str) -> None:
-        """Tell all who wait for this world that this worker will not come, and give them time to read it."""
+        """Tell all waiting ranks that this worker will not join, and give them time to read it."""
         if self.is_fixed:
             self.announce("refused", text)
             self._linger()
 
     def _linger(self) -> None:
-        """Let the others read what the store holds, where it ends with this process."""
+        """Give the others time to read the store, if it ends with this process."""
         if self._store.is_served_here:
             _interrupts.sleep(_LINGER_S)
 
@@ -132,7 +132,7 @@ class StoreDirectory(StaticDirectory):
         self._store.note()
 
     def last_incarnation(self, name: str) -> int:
-        """Return what the store knows of an earlier life of that worker; 0 for nothing."""
+        """Return the worker's last incarnation according to the store, or 0."""
         known = self._look_up(name)
         return known.incarnation if known is not None else 0
 
@@ -140,18 +140,18 @@ class StoreDirectory(StaticDirectory):
         return self._look_up(rank)
 
     def hint(self, address: WorkerAddress) -> None:
-        """Remember where a worker may be that has not shown who it is."""
+        """Remember the possible address of a worker that has not authenticated."""
         self._hints[address.info.name] = address
 
     def settle(self) -> None:
-        """Note that this worker is in: with a world size all are known, and the store is only asked about restarts."""
+        """Record that this worker has joined: with a world size all are known, and the store is only used for restarts."""
         self._store.rest()
         self._hints = {}
         if self.is_fixed:
             self.complete()
 
     def refusals(self) -> str:
-        """Return which connections the meeting point has refused, for people."""
+        """Return the connections that the meeting point has refused, as text."""
         return self._store.refusals()
 
     def find(self, worker: str | int) -> WorkerAddress:
@@ -171,11 +171,11 @@ class StoreDirectory(StaticDirectory):
         return found if found is not None and self._take_hint(found) else None
 
     def update(self, address: WorkerAddress) -> None:
-        """Do as `StaticDirectory.update`; where workers come and go, the store is asked first about one that is new."""
+        """Update like `StaticDirectory.update`; if workers may join and leave, look up new ones in the store first."""
         world_size = self._world_size
         if world_size is not None and address.info.id >= world_size:
             raise AuthenticationFailed(
-                f"{address.info.name} of rank {address.info.id} does not fit a world of {world_size}"
+                f"{address.info.name} has rank {address.info.id}, which is out of range for world_size={world_size}"
             )
         is_new_elsewhere = (
             self._by_name and address.info.name not in self._by_name
@@ -183,7 +183,7 @@ class StoreDirectory(StaticDirectory):
         if not self.is_fixed and is_new_elsewhere:
             published = self._look_up(address.info.id)
             if published is not None and published.info != address.info:
-                raise IdentityTaken(f"rank {address.info.id} belongs to worker {published.info.name}")
+                raise IdentityTaken(f"rank {address.info.id} already belongs to worker {published.info.name}")
         super().update(address)
         self._hints.pop(address.info.name, None)
 
@@ -200,11 +200,11 @@ class StoreDirectory(StaticDirectory):
         return sorted(found.values(), key=lambda info: info.id)
 
     def _take_hint(self, address: WorkerAddress) -> bool:
-        """Note where a worker is; False if the store contradicts what is known of names and ranks."""
+        """Record the address of a worker; return False if the store contradicts the known names and ranks."""
         try:
             self.check(address.info)
         except IdentityTaken as error:
-            _log.info("the store at %s contradicts what is known: %s", self._where, error)
+            _log.info("the store at %s contradicts this worker's list of workers: %s", self._where, error)
             return False
         if address.info.name in self._by_name:
             super().update(address)
@@ -213,7 +213,7 @@ class StoreDirectory(StaticDirectory):
         return True
 
     def _look_up(self, worker: str | int) -> WorkerAddress | None:
-        """Return what the store knows; None if that is nothing, or if the store does not answer."""
+        """Return the entry in the store; None if there is none or the store does not respond."""
         try:
             return self._store.find(worker)
         except MeetingPointLost:
@@ -259,9 +259,9 @@ class Host:
         return self._on_join(self._agent.info, encode_address(self._agent.address), self._world_size, devices)
 
     def adopt(self, addresses: list[WorkerAddress]) -> None:
-        """Take over from a worker that has met the others before this rank 0 was restarted: they need not join again.
+        """Recover the list of workers after a restart of rank 0 from one that has already met them.
 
-        One worker may not speak for the others, so what it says must be what they have published.
+        One worker may not speak for the others, so its list must match what they have published.
         """
         published = {rank: self._directory.at_rank(rank) for rank in {address.info.id for address in addresses}}
         with self._lock:
@@ -276,9 +276,9 @@ class Host:
     ) -> InterruptibleFuture[Any]:
         address = decode_address(raw, self._agent.config.limits)
         if address.info != source:
-            raise DecodeError(f"{source.name} of rank {source.id} cannot join as {address.info!r}")
+            raise DecodeError(f"{source.name} with rank {source.id} cannot join as {address.info!r}")
         if world_size != self._world_size or source.id >= world_size:
-            text = f"{source.name} has world_size={world_size}, rank 0 has {self._world_size}"
+            text = f"{source.name} has world_size={world_size}, but rank 0 has {self._world_size}"
             self._directory.announce("refused", f"rank {source.id} ({source.name}) cannot join: {text}")
             raise ConfigurationError(text)
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
@@ -347,7 +347,7 @@ class Meeting:
     def join(self, deadline: float) -> None:
         """Return when every rank is there."""
         own = self._host() if self._rank == 0 else None
-        # Those who give up withdraw, so look who is there shortly before.
+        # Ranks that time out withdraw, so check who has arrived shortly before that.
         look = deadline - 0.1 * max(0.0, deadline - time.monotonic())
         while time.monotonic() < deadline:
             answer = own or self._ask_to_join()
@@ -361,7 +361,7 @@ class Meeting:
                 self._check_obstacle()
                 self._directory.check_store()
             except MeetingPointLost as error:
-                if self._arrived:  # rank 0 gave up a moment before this one: it says who did not come
+                if self._arrived:  # rank 0 timed out a moment before this one and reports who is missing
                     raise self._failure() from error
                 raise
             _interrupts.sleep(_REFUSED_LOOK_S if self._refused_by else _LOOK_S)
@@ -411,7 +411,7 @@ class Meeting:
         return answer
 
     def _on_failure(self, leader: WorkerAddress, error: GradwireError) -> None:
-        """Go on trying to reach rank 0, unless it is there and does not let this worker in."""
+        """Keep trying to reach rank 0, unless it responds and refuses this worker."""
         if not isinstance(error, AuthenticationFailed) and self._has_way_to(leader):
             self._refused_by = 0
             return
@@ -467,10 +467,10 @@ class Meeting:
         arrived = self._arrived | self._published()
         missing = [str(rank) for rank in range(self._world_size) if rank not in arrived]
         who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "a rank"
-        last = f" (the last attempt to join rank 0 ended with: {self._problem})" if self._problem is not None else ""
+        last = f" (the last attempt to join rank 0 failed: {self._problem})" if self._problem is not None else ""
         if refusals := self._directory.refusals():
-            last += f". Connections that the meeting point refused: {refusals}"
+            last += f". The meeting point refused these connections: {refusals}"
         return RendezvousFailed(
-            f"{who} never arrived at {self._where}: rank {self._rank} ({self._agent.info.name}) waited for a "
-            f"world of {self._world_size}. Start the missing ranks with the same init_method and world_size{last}"
+            f"{who} never arrived at {self._where}: rank {self._rank} ({self._agent.info.name}) waited for "
+            f"world_size={self._world_size}. Start the missing ranks with the same init_method and world_size{last}"
         )

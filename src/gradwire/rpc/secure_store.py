@@ -1,14 +1,14 @@
-"""The store of a meeting between machines: served by rank 0, over TLS 1.3 with certificates of the cluster on both sides.
+"""The store of a rendezvous between machines, served by rank 0 over mutual TLS 1.3 with certificates of the cluster.
 
     worker --Call: one of the requests below--> rank 0
            <--Reply: the answer, or Failure----
 
-`Entries` decides: who may write what, and how much. A worker publishes itself alone: its certificate must be good for the
-name, and a name and a rank belong to each other for good. Rank 0 is the process that serves the store, and nobody else.
-`StoreServer` and `StoreClient` move the messages, with the frames of `gradwire.wire.framing`.
+`Entries` decides which worker may write what, and how much. A worker can only publish itself: its certificate must be valid
+for the name, and a name and a rank stay bound to each other. Only the process that serves the store can be rank 0.
+`StoreServer` and `StoreClient` exchange the messages, in the frames of `gradwire.wire.framing`.
 
-A stranger, who has no certificate of the cluster, gets no further than the TLS handshake, and cannot use up more than a
-few connections for a few seconds. A member can prevent a meeting, but neither pass for another nor learn what it may not.
+A client without a certificate of the cluster gets no further than the TLS handshake, and can occupy only a few connections
+for a few seconds. A member can prevent a meeting, but can neither impersonate another nor read more than it may.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Entries:
-    """What a meeting has come to know, and who may add to it. No sockets, no threads."""
+    """The contents of the store, and the rules for adding to it. No sockets, no threads."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -141,8 +141,8 @@ class Entries:
         """Return the answer to a request.
 
         Args:
-            request: What was asked for.
-            certified: The names that the certificate of the worker that asks is good for; None for this process.
+            request: The request.
+            certified: The names that the client's certificate is valid for; None for this process.
 
         Raises:
             AuthenticationFailed: The worker may not write that.
@@ -227,10 +227,10 @@ class _Incoming:
 
 
 class StoreServer(_Store):
-    """The store, in the process of rank 0. One thread serves all connections and never waits for one of them for long.
+    """The store in the process of rank 0. One thread serves all connections and never blocks on one of them for long.
 
     Attributes:
-        uri: Where other workers reach it.
+        uri: Its address for other workers.
     """
 
     is_served_here = True
@@ -256,13 +256,13 @@ class StoreServer(_Store):
         return "; ".join(list(self._refusals))
 
     def rest(self) -> None:
-        """Do nothing: it goes on to serve those that come later."""
+        """Do nothing: the store keeps serving workers that join later."""
 
     def leave(self, info: WorkerInfo) -> None:
         self.close()
 
     def close(self) -> None:
-        """End all connections and free the port. Idempotent."""
+        """Close all connections and free the port. Idempotent."""
         with self._lock:  # else the thread could close _wake before it is written to
             if not self._is_closed:
                 self._is_closed = True
@@ -270,7 +270,7 @@ class StoreServer(_Store):
         _interrupts.wait(self._ended, _END_S)
 
     def abandon_after_fork(self) -> None:
-        """In a forked child: close the copies of the parent's descriptors, so that its port is free when it ends."""
+        """Close the copies of the parent's descriptors in a forked child, so that its port is free when it exits."""
         self._is_closed = True
         self._ended.set()
         for descriptor in (self._listener.fileno(), *self._connections, self._wake):
@@ -279,7 +279,7 @@ class StoreServer(_Store):
 
     def _ask(self, request: Request) -> Any:
         if self._is_closed:
-            raise MeetingPointLost(f"the meeting point {self._where} went away: this worker has left")
+            raise MeetingPointLost(f"the meeting point {self._where} has closed: this worker has shut down")
         with self._lock:
             return self._entries.handle(request, None)
 
@@ -299,9 +299,9 @@ class StoreServer(_Store):
                     elif descriptor == self._listener.fileno():
                         self._accept(now, poller)
                 for incoming in [item for item in self._connections.values() if now >= item.deadline]:
-                    self._end(incoming, poller, "no request came in time" if incoming.certified is None else "")
+                    self._end(incoming, poller, "no request was received in time" if incoming.certified is None else "")
         except Exception:
-            _log.exception("the meeting point %s ended; please report this", self._where)
+            _log.exception("the meeting point %s stopped unexpectedly; please report this", self._where)
         finally:
             self._is_closed = True
             for incoming in list(self._connections.values()):
@@ -326,7 +326,7 @@ class StoreServer(_Store):
                 return
             half_open = [item for item in self._connections.values() if item.certified is None]
             if len(half_open) >= _LIMITS.half_open:
-                self._end(min(half_open, key=lambda item: item.since), poller, "too many at once")
+                self._end(min(half_open, key=lambda item: item.since), poller, "too many connections at once")
             elif len(self._connections) >= _MAX_CONNECTIONS:
                 self._end(min(self._connections.values(), key=lambda item: item.since), poller)
             stream.decoder.accept = frozenset({Call})
@@ -390,23 +390,23 @@ def _host_of(stream: StreamConnection) -> str:
         with socket.socket(fileno=os.dup(stream.fileno())) as sock:
             return str(sock.getpeername()[0])
     except OSError:
-        return "a host that is gone"
+        return "a disconnected host"
 
 
 def _read(decoder: msgspec.msgpack.Decoder[T], body: bytes) -> T:
     try:
         return decoder.decode(body)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
-        raise DecodeError(f"not a message of a meeting point: {error}") from error
+        raise DecodeError(f"not a valid message for a meeting point: {error}") from error
 
 
 class StoreClient(_Store):
-    """The store, as seen from the other ranks. It connects when it is asked, and again if the connection was lost.
+    """The store as seen from the other ranks. It connects on first use, and again if the connection is lost.
 
     Args:
-        find_uri: Returns where rank 0 may serve the store; None while that is not known.
-        transport: With the keys of this worker.
-        where: For messages to people.
+        find_uri: Returns the address at which rank 0 may serve the store; None while it is not known.
+        transport: A transport with the keys of this worker.
+        where: The address, for error messages.
         on_rest: Called when this worker has met the others.
     """
 
@@ -436,7 +436,7 @@ class StoreClient(_Store):
     def find(self, worker: str | int) -> WorkerAddress | None:
         found = super().find(worker)
         if found is not None and (found.info.id != worker if isinstance(worker, int) else found.info.name != worker):
-            raise MeetingPointLost(f"the meeting point {self._where} answered with another worker than {worker}")
+            raise MeetingPointLost(f"the meeting point {self._where} returned a worker other than {worker}")
         return found
 
     def refusals(self) -> str:
@@ -473,12 +473,13 @@ class StoreClient(_Store):
                 refused_at = now
             if now >= refused_at + patience_s:
                 raise RendezvousFailed(
-                    f"rank {rank} cannot meet the others: what answers at {self._where} for rank 0 does not belong to this "
-                    f"cluster, or does not let this rank in: {cause}. Start every rank with keys (tls=) of one authority"
+                    f"rank {rank} cannot join: the process at {self._where} does not belong to this cluster, or "
+                    "does not admit "
+                    f"this rank: {cause}. Start every rank with keys (tls=) from the same authority"
                 ) from cause
             if now >= deadline:
                 raise RendezvousFailed(
-                    f"rank 0 never arrived: rank {rank} expected it at {self._where} for {timeout_s:g} s ({cause})"
+                    f"rank 0 never arrived: rank {rank} waited for it at {self._where} for {timeout_s:g} s ({cause})"
                 ) from cause
             _interrupts.sleep(LOOK_S)
 
@@ -497,11 +498,11 @@ class StoreClient(_Store):
         while not self._turn.acquire(timeout=max(0.0, min(LOOK_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if time.monotonic() >= deadline:
-                raise self._lost(TimeoutError("it does not answer"))
+                raise self._lost(TimeoutError("it is not responding"))
         is_done = False
         try:
             if self._is_left:
-                raise self._lost(ConnectFailed("this worker has left"))
+                raise self._lost(ConnectFailed("this worker has shut down"))
             was_connected = self._stream is not None
             try:
                 answer = self._exchange(request, deadline)
@@ -523,11 +524,11 @@ class StoreClient(_Store):
         return answer
 
     def _exchange(self, request: Request, deadline: float) -> Any:
-        """Send a request and return its answer, or the `Failure` that came instead."""
+        """Send a request and return the reply or `Failure`."""
         if self._stream is None:
             uri = self._find_uri()
             if uri is None:
-                raise ConnectFailed("rank 0 has not said where it is")
+                raise ConnectFailed("rank 0 has not published its address")
             self._stream = self._transport.connect(uri, deadline)
             self._stream.decoder.accept = frozenset({Reply, Failure})
         stream, self._last_id = self._stream, self._last_id + 1
@@ -537,7 +538,7 @@ class StoreClient(_Store):
         message = frame.message
         assert isinstance(message, Reply | Failure)
         if message.call_id != self._last_id:
-            raise DecodeError(f"an answer to request {message.call_id} instead of {self._last_id}")
+            raise DecodeError(f"received a reply to request {message.call_id}, expected {self._last_id}")
         if isinstance(message, Failure):
             return message
         answer = _read(_answers[type(request)], bytes(frame.body))
@@ -548,7 +549,7 @@ class StoreClient(_Store):
         return answer
 
     def _lost(self, cause: BaseException) -> MeetingPointLost:
-        error = MeetingPointLost(f"the meeting point {self._where} does not answer: {cause}")
+        error = MeetingPointLost(f"the meeting point {self._where} is not responding: {cause}")
         error.__cause__ = cause
         return error
 
@@ -576,8 +577,8 @@ def serve(host: str, port: int, tls: TlsKeys, where: str, advertised_host: str |
         if not isinstance(error.__cause__, OSError):
             raise
         raise RendezvousFailed(
-            f"rank 0 cannot open the meeting point {where}: {error}. If another program or torch's process group listens "
-            f"there, name another port, e.g. init_method='tcp://{host}:<port>'"
+            f"rank 0 cannot open the meeting point {where}: {error}. If another program or torch's process group is "
+            f"listening there, choose another port, e.g. init_method='tcp://{host}:<port>'"
         ) from error
     return StoreServer(listener, where)
 
@@ -612,7 +613,7 @@ def _transport(
 
 
 _servers: set[StoreServer] = set()  # that are open; single operations only
-_abandoned: list[StoreServer] = []  # kept, because their sockets would close descriptors that are others' by then
+_abandoned: list[StoreServer] = []  # kept, because closing their sockets would close descriptors that have been reused
 
 
 def _forget_after_fork() -> None:

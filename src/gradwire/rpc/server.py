@@ -1,10 +1,10 @@
-r"""Runs what other workers ask for.
+r"""The server half of a worker: runs the calls of other workers.
 
     Call --> queued --slot--> running --result--> Reply
          \-- control lane: runs at once, in the thread that read it
 
-A function runs in the thread that read its request. When it waits for a call of its own, it gives up both its slot and
-the reading, so others go on.
+A function runs in the thread that read its request. While it waits for its own call, it releases both its slot and the
+reader, so that others can run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ R = TypeVar("R")
 
 
 class Slots(Generic[R]):
-    """Decides which request may run now: `limit` functions run at once."""
+    """Decides which requests may run: at most `limit` functions run at the same time."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -73,7 +73,7 @@ class Slots(Generic[R]):
         self.is_serving = False
 
     def on_serve(self) -> list[R]:
-        """Serve from now on; return the requests to run at once."""
+        """Start serving; return the requests to run now."""
         self.is_serving = True
         self._queue.extend(self._held)
         self._held.clear()
@@ -94,19 +94,19 @@ class Slots(Generic[R]):
         return False
 
     def on_finished(self) -> R | None:
-        """Return the request that gets the slot of a function that ended."""
+        """Return the request that gets the slot of a function that has returned."""
         self.num_running -= 1
         self._num_finished += 1
         return self._next() if self._queue else None
 
     def on_wait(self) -> R | None:
-        """Return the request that gets the slot of a function that begins to wait for a call."""
+        """Return the request that gets the slot of a function that starts waiting for a call."""
         self.num_running -= 1
         self.num_waiting += 1
         return self._next()
 
     def on_wait_over(self) -> None:
-        """It goes on. It does not queue again, so for a moment more than `limit` may run."""
+        """Resume a function. It does not queue again, so more than `limit` may run for a moment."""
         self.num_waiting -= 1
         self.num_running += 1
 
@@ -119,9 +119,9 @@ class Slots(Generic[R]):
         return False
 
     def on_stall(self, is_working: bool = False) -> list[R]:
-        """Called now and then: requests to run beyond the limit if nothing has moved since the last look.
+        """Return requests to run beyond the limit if nothing has progressed since the last call.
 
-        A function that has used the processor meanwhile (`is_working`) is at work and not waiting.
+        A function that has used the processor since then (`is_working`) is working, not waiting.
         """
         has_progressed = is_working or self._num_finished != self._finished_at_last_look
         self._finished_at_last_look = self._num_finished
@@ -173,8 +173,8 @@ class Server:
     def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
         """Make ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
-        It must not block, and may return a `torch.futures.Future` to answer later. Arguments that are not of the types in
-        `kinds`, as msgspec knows them, with their ranges and lengths, do not reach it.
+        It must not block, and may return a `torch.futures.Future` to reply later. Arguments are validated by msgspec
+        against the types in `kinds`, including ranges and lengths, before they reach it.
         """
         kind = tuple[kinds]  # type: ignore[valid-type]
         prepare(kind)
@@ -182,9 +182,9 @@ class Server:
         self._control[f"~{name}"] = handler
 
     def register_keeper(self, name: str, keep: Keep) -> None:
-        """Let calls with a note of that name run what ``keep(caller, function_name, note, function)`` returns.
+        """Make calls with a note of that name run the result of ``keep(caller, function_name, note, function)``.
 
-        Interceptors do not see the note, and put what they want around the whole.
+        Interceptors do not see the note, and wrap the result.
         """
         self._keeper = name, keep
 
@@ -217,22 +217,22 @@ class Server:
             reactor.expect(incoming.opened + self.agent.config.limits.handshake_timeout_s)
 
     def make_room_for(self, newest: Connection) -> None:
-        """End the oldest connections of a worker that has opened too many for the same purpose."""
+        """Close the oldest connections of a worker that has opened too many for the same lane."""
         known = [
             item for item in list(self.incoming) if item.lane == newest.lane and item.info.name == newest.info.name
         ]
         num_over = len(known) - self.agent.config.limits.connections
         for item in sorted(known, key=lambda item: item.opened)[: max(0, num_over)]:
-            reason = f"more than {self.agent.config.limits.connections} connections of one worker"
+            reason = f"more than {self.agent.config.limits.connections} connections from one worker"
             item.say_goodbye(reason)
             item.end(ConnectionClosed(reason))
 
     def take_notices(
         self, ranks: Collection[int], seconds: float, is_done: Callable[[], bool], is_wanted: Callable[[Any], bool]
     ) -> bool:
-        """Handle notices of workers in the calling thread, which waits for them; return whether anything came.
+        """Handle notices in the calling thread, which waits for them; return whether anything was received.
 
-        `is_wanted` is told the note of a notice, whether it may be handled here; the rest goes to service threads.
+        `is_wanted` decides by the note of a notice whether it is handled here; others go to service threads.
         """
 
         def may_run_here(frame: Frame) -> bool:
@@ -243,13 +243,13 @@ class Server:
         return serve_together(readers, seconds, Until(is_done), may_run_here)
 
     def end_incoming(self, name: str, incarnation: int) -> None:
-        """Close what an older incarnation of a worker had opened."""
+        """Close the connections of older incarnations of a worker."""
         for incoming in list(self.incoming):
             if incoming.lane and incoming.info.name == name and incoming.address.incarnation <= incarnation:
                 incoming.end(ConnectionClosed("an older incarnation"))
 
     def sweep(self, now: float) -> float:
-        """Close handshakes that take too long, and grant a slot when nothing moves; return when to look again."""
+        """Close handshakes that take too long, and grant a slot when nothing progresses; return when to check again."""
         wanted = _NEVER
         for listener, until in list(self._paused.items()):
             if until <= now:
@@ -306,7 +306,7 @@ class Server:
             self.slots.on_hold()
 
     def start_serving(self) -> None:
-        """Run the calls that were held back, and from now on those that come. May be called again."""
+        """Run the held calls and serve new ones from now on. Idempotent."""
         with self._lock:
             granted = self.slots.on_serve()
         for request in granted:
@@ -317,7 +317,7 @@ class Server:
         self.agent.reactor.run_soon(partial(self.accept, request, True))
 
     def _run(self, request: Request) -> None:
-        """Run the user's function, inside what the interceptors want around it, and send its result or its error."""
+        """Run the user's function, wrapped by the interceptors, and send its result or error."""
         outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
         current.request = self._executing[thread] = request
         try:
@@ -377,7 +377,7 @@ class Server:
             try:
                 handler = self._control.get(request.function)
                 if handler is None:
-                    raise NotExposed(f"no control operation {request.function!r}")
+                    raise NotExposed(f"unknown control operation {request.function!r}")
                 kind = self._control_kinds[request.function]
                 frame, request.frame = request.frame, None
                 assert frame is not None
@@ -387,15 +387,15 @@ class Server:
                     self._answer_later(request, value)
                 else:
                     request.source.reply(request, value)
-            except BaseException as error:  # it may set off callbacks of the user; the thread goes on reading
+            except BaseException as error:  # it may run user callbacks; the thread must keep reading
                 request.source.fail(request, error)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Surround what ends with answers to other workers: `close` lets it end first.
+        """Make `close` wait for a block of code that sends replies to other workers.
 
-        An operation that completes several futures for several workers surrounds them all. The first of them may wake a
-        thread of this worker that leaves at once.
+        An operation that completes futures for several workers must put all of them in one block: the first may wake a
+        thread of this worker that shuts down at once.
         """
         key = object()
         self._answering[key] = threading.get_ident()
@@ -456,7 +456,7 @@ class Server:
         if request is None:
             return timeout_s
         if request.is_dropped:
-            raise CallCancelled(f"{request.function} was given up by its caller, so it can make no more calls")
+            raise CallCancelled(f"{request.function} was cancelled by its caller and can make no more calls")
         if request.deadline == float("inf"):
             return timeout_s
         left = request.deadline - time.monotonic()

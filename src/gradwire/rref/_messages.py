@@ -1,4 +1,4 @@
-"""The messages of the reference protocol, and what it asks its own worker to do.
+"""The messages of the reference protocol, and the actions it requests from its own worker.
 
 A *fork* is one worker's reference to a value of another; see `_ownership`.
 """
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 import msgspec
 
 Number = Annotated[int, msgspec.Meta(ge=0)]
-"""An id, a rank or a count: never negative. What travels has at most 64 bits."""
+"""An id, a rank or a count: never negative, and at most 64 bits in messages."""
 
 Worker = tuple[Number, Number]
-"""Rank and incarnation: a worker that is started again is another worker."""
+"""Rank and incarnation: a restarted worker is a different worker."""
 
 
 def is_number(value: Any) -> bool:
@@ -31,7 +31,7 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 
 
 class Adopt(_Message, frozen=True, tag=0):
-    """To the owner: list this fork of mine. The value may not exist yet if the call of `maker` is to make it."""
+    """To the owner: list this fork of mine. The value may not exist yet if a call of `maker` creates it."""
 
     rref_id: Number
     fork_id: Number
@@ -95,13 +95,13 @@ class Free(msgspec.Struct, frozen=True):
 
 
 class Fail(msgspec.Struct, frozen=True):
-    """This value was expected and will never be made."""
+    """This expected value will never be created."""
 
     rref_id: int
 
 
 class Break(msgspec.Struct, frozen=True):
-    """This fork cannot be used any more."""
+    """This fork can no longer be used."""
 
     fork_id: int
     reason: str
@@ -114,7 +114,7 @@ class Confirmed(msgspec.Struct, frozen=True):
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """This fork is not needed any more."""
+    """This fork is no longer needed."""
 
     fork_id: int
 

@@ -11,10 +11,10 @@ reference travels, and is a child of its sender until the owner has listed it:
     | <- message -- |               |     B pins its own fork: it is not deleted while a child is in transit
     | -- Adopt -------------------> |     A lists C
     | <- Confirm ------------------ |
-    | -- Accept --> |               |     B unpins its fork, and deletes it if its code does not need it any more
+    | -- Accept --> |               |     B unpins its fork, and deletes it if its code no longer needs it
 
-Safety: while a holder lives, the value lives. A fork is deleted only when each child of it is listed, or will never be
-taken. Liveness: when all holders are gone, or their workers are, the value is freed.
+Safety: while a holder is alive, the value is alive. A fork is deleted only when each of its children is listed or will never
+be accepted. Liveness: when all holders or their workers are gone, the value is freed.
 
 Protocol messages arrive once, in any order, unless the receiver has ended (`reliable` guarantees that). The users' messages
 that carry references may be lost, though: the sender asks for them later (`overdue`). A worker that has twice answered
@@ -68,8 +68,8 @@ _MAX_EXPECTED = 4096  # well above the calls that one worker may have in flight 
 _MAX_HELD = 1 << 18  # references of one worker to values of another; 25 MB of lists
 
 _LOST = "its owner is lost"
-_GONE = "its owner does not have the value any more"
-_STRUCK_OFF = "its owner could not reach this worker for a while, took it for dead and dropped its references"
+_GONE = "its owner no longer has the value"
+_STRUCK_OFF = "its owner could not reach this worker, declared it lost and dropped its references"
 
 
 class ForkPhase(enum.Enum):
@@ -96,8 +96,8 @@ class Value(msgspec.Struct):
 
     holders: dict[int, Worker] = {}  # by fork
     is_needed: bool = False  # by this worker's own code
-    maker: Worker | None = None  # whose call is to make it, while it is only expected
-    expected_by: Worker | None = None  # the worker that named it first, meanwhile
+    maker: Worker | None = None  # whose call will create it, while it is only expected
+    expected_by: Worker | None = None  # the worker that named it first, until then
     first: int = 0  # the fork that it was made for, if another worker's call has made it
 
 
@@ -155,7 +155,7 @@ class DeadWorkers:
         return self._report(sorted(set(others) - self.dead), [worker])
 
     def remove(self, worker: Worker) -> list[ReportDeath]:
-        """A worker is not dead after all: it keeps what it has, and is told of those that are dead."""
+        """Handle that a worker is alive after all: it keeps its references and is told which workers are dead."""
         self.dead.discard(worker)
         self.retained.pop(worker, None)
         self._unacknowledged = {pair for pair in self._unacknowledged if pair[1] != worker}
@@ -166,7 +166,7 @@ class DeadWorkers:
             self._unacknowledged.discard((by, dead))
 
     def take_acknowledged(self) -> dict[Worker, dict[int, int]]:
-        """Take what is retained, once no survivor can have anything from a dead worker that is not listed."""
+        """Release retained references once no survivor can have an unlisted reference from a dead worker."""
         if self._unacknowledged:
             return {}
         retained, self.retained = self.retained, {}
@@ -219,7 +219,7 @@ class Ownership:
         return worker in self._deaths.dead
 
     def is_holder(self, rref_id: int, worker: Worker) -> bool:
-        """Return whether a worker is listed with a value of this one, or its call is to make that value."""
+        """Return whether a worker is listed for a value of this one, or its call will create that value."""
         value = self._values.get(rref_id)
         return value is not None and (value.maker == worker or worker in value.holders.values())
 
@@ -322,7 +322,7 @@ class Ownership:
         return [Confirm(user, fork_id, is_known)]
 
     def delete_received(self, user: Worker, rref_id: int, fork_id: int, is_first: bool) -> list[Action]:
-        """A user does not need its fork any more; if that `is_first`, it will not have the value made either."""
+        """Handle that a user no longer needs its fork; if `is_first`, it will not have the value created either."""
         value, child = self._values.get(rref_id), self._children.get(fork_id)
         holder = value.holders.get(fork_id) if value is not None else None
         if holder not in (None, user):
@@ -367,7 +367,7 @@ class Ownership:
         return self._delete_if_unneeded(fork_id)
 
     def fork_failed(self, fork_id: int, reason: str) -> list[Action]:
-        """The call that was to make a value elsewhere failed; it may have arrived nevertheless, or still arrive."""
+        """Handle that a call to create a value elsewhere failed; it may have arrived anyway, or still arrive."""
         return self._break([fork_id], reason) if self.phase_of(fork_id) is ForkPhase.PENDING else []
 
     def confirmed(self, fork_id: int, by: Worker, is_known: bool = True) -> list[Action]:
@@ -399,7 +399,7 @@ class Ownership:
         return [Forget(fork_id), Delete(fork.owner, fork.rref_id, fork_id, fork.is_first)]
 
     def _break(self, fork_ids: Iterable[int], reason: str) -> list[Action]:
-        """Make forks unusable, and tell their owner, whatever it knows of them."""
+        """Break forks and notify their owner, whether or not it has listed them."""
         actions: list[Action] = []
         for fork_id in fork_ids:
             fork = self._forks.get(fork_id)
@@ -449,7 +449,7 @@ class Ownership:
             self._values[rref_id].is_needed = True
             return [Accept(sender, fork_id)]
         if self._has_ended(sender, fork_id) or self._has_ended(owner, fork_id):
-            return None  # it must not be taken any more
+            return None  # it must no longer be accepted
         if fork_id in self._forks:
             return []  # a repeat
         if sender == owner:
@@ -463,7 +463,7 @@ class Ownership:
         return self._end_child(child, is_taken=True) if known is not None and known.to == by else []
 
     def overdue(self, children: Iterable[int]) -> list[Action]:
-        """These were sent a while ago, and are not accepted."""
+        """Handle forks that were sent some time ago and have not been accepted."""
         actions: list[Action] = []
         for fork_id in children:
             child = self._children.get(fork_id)
@@ -477,7 +477,7 @@ class Ownership:
         return actions
 
     def asked(self, by: Worker, fork_id: int, is_last: bool, may_come: bool) -> list[Action]:
-        """A worker asks for a fork that it sent; `may_come` if a message of that worker may still bring it."""
+        """Handle a worker's query for a fork it sent; `may_come` if a message from it may still bring the fork."""
         has_it = fork_id in self._forks or may_come
         if is_last and not has_it:
             self._remember(by, fork_id)
@@ -507,7 +507,7 @@ class Ownership:
     # -- deaths ------------------------------------------------------------------------------------------------------
 
     def worker_seen(self, worker: Worker) -> list[Action]:
-        """A worker is connected: if it was presumed dead, it keeps what was not struck off yet."""
+        """Handle that a worker is connected: if it was presumed dead, it keeps references not struck off yet."""
         if worker not in self._deaths.dead:
             return []
         return [*self._deaths.remove(worker), *self._forget_dead()]
@@ -528,7 +528,7 @@ class Ownership:
         return self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == owner], reason)
 
     def incarnation_ended(self, worker: Worker) -> None:
-        """An incarnation is known to have ended, and with it earlier ones: no message of theirs will arrive any more."""
+        """Handle the certain end of an incarnation and all earlier ones: no more messages of theirs will arrive."""
         rank, incarnation = worker
         self._over[rank] = max(incarnation, self._over.get(rank, 0))
         self._ended = {known: ids for known, ids in self._ended.items() if not self._is_over(known)}
@@ -553,7 +553,7 @@ class Ownership:
         return [*self._deaths.acknowledge(worker)]
 
     def _forget_dead(self) -> list[Action]:
-        """Drop what is retained for dead workers if all survivors, this one too, have listed what they got from them."""
+        """Drop references retained for dead workers once all survivors, this one included, have listed theirs."""
         if not self._deaths.retained:
             return []
         if any(fork.parent in self._deaths.dead for fork in self._forks.values()):
@@ -574,7 +574,7 @@ class Ownership:
     # -- ids that have ended -----------------------------------------------------------------------------------------
 
     def _remember(self, worker: Worker, number: int) -> None:
-        """A fork or value ended which that worker may yet name."""
+        """Record the end of a fork or value that the worker may still refer to."""
         if self._is_over(worker):
             return
         known = self._ended.get(worker)
@@ -591,7 +591,7 @@ class Ownership:
 
 
 class Surroundings(Protocol):
-    """What a worker knows of others besides their messages about references; see `context.PeerKnowledge`."""
+    """Knowledge about other workers from outside the reference protocol; see `context.PeerKnowledge`."""
 
     def may_make(self, worker: Worker, rref_id: int) -> bool: ...
     def may_bring(self, worker: Worker) -> bool: ...
@@ -600,7 +600,7 @@ class Surroundings(Protocol):
 
 
 class ReferenceProtocol:
-    """Both halves of the protocol for one worker: what becomes of references, and what is sent for it."""
+    """Both halves of the protocol for one worker: ownership decisions and reliable delivery."""
 
     def __init__(self, own: Worker) -> None:
         self.ownership = Ownership(own)
@@ -617,7 +617,7 @@ class ReferenceProtocol:
         return local
 
     def batch_received(self, batch: Batch, around: Surroundings) -> list[LocalAction]:
-        """A batch arrived. One from a worker that is presumed dead is not taken: if it lives, it will send it again."""
+        """Handle a batch. One from a worker presumed dead is ignored: if it is alive, it will send it again."""
         if self.ownership.is_presumed_dead(batch.sender) or not self.outbox.arrived(batch):
             return []
         return [
@@ -655,7 +655,7 @@ class ReferenceProtocol:
         return self.put(self.ownership.worker_seen(worker))
 
     def incarnation_ended(self, worker: Worker) -> None:
-        """A worker that was lost cannot come back: what is kept for that case is dropped."""
+        """Handle that a lost worker cannot come back: state kept for its return is dropped."""
         self.outbox.forget(worker)
         self.ownership.incarnation_ended(worker)
 

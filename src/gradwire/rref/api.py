@@ -28,11 +28,11 @@ T = TypeVar("T")
 _NEVER = float("inf")
 
 Backward = Callable[["RRef[Any]", int, bool], None]
-_backward: list[Backward] = []  # set by the layer above, which alone knows how
+_backward: list[Backward] = []  # set by the autograd layer, on which this one must not depend
 
 
 class Proxy:
-    """Has every attribute: ``proxy.name(*args, **kwargs)`` calls ``call(name, args, kwargs)``."""
+    """Forward method calls: ``proxy.name(*args, **kwargs)`` calls ``call(name, args, kwargs)``."""
 
     __slots__ = ("_call",)
 
@@ -51,11 +51,13 @@ def _forward(call: Callable[..., Any], name: str, /, *args: Any, **kwargs: Any) 
 
 
 class RRef(Generic[T]):
-    """A reference to a value on some worker. It may travel inside arguments and results; the value lives while one exists.
+    """A reference to a value on some worker.
+
+    References can be sent in arguments and results. The value lives as long as a reference to it exists.
 
     Args:
-        value: A value of this worker, which becomes its owner.
-        type_hint: Accepted for programs written for PyTorch; not used.
+        value: A value on this worker, which becomes its owner.
+        type_hint: Accepted for compatibility with PyTorch; not used.
 
     Raises:
         NotInitialized: This process is not a worker.
@@ -65,7 +67,7 @@ class RRef(Generic[T]):
 
     _known: References
     _state: Owned | UserFork
-    _is_open: bool  # deleted when it is closed: of two threads that close it, one can
+    _is_open: bool  # deleted on close, so that only one of two threads that close it succeeds
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         known = context.here()
@@ -102,32 +104,34 @@ class RRef(Generic[T]):
         return isinstance(self._state, Owned)
 
     def owner(self) -> WorkerInfo:
-        """Return the worker that has the value."""
+        """Return the worker that owns the value."""
         state = self._state
         return state.owner if isinstance(state, UserFork) else self._known.agent.info
 
     def owner_name(self) -> str:
-        """Return the name of the worker that has the value."""
+        """Return the name of the worker that owns the value."""
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Return whether the owner has listed this reference."""
+        """Return whether the owner has registered this reference."""
         state = self._state
         if isinstance(state, UserFork) and not state.is_done:
             self._known.watch(state)
         return isinstance(state, Owned) or state.phase is ForkPhase.CONFIRMED
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """Return the value: itself on its owner, a copy elsewhere. Inside a context the fetch is recorded like any call.
+        """Return the value itself on its owner, or a copy on another worker.
+
+        Inside an autograd context the fetch is recorded like any call.
 
         Args:
-            timeout: Seconds to wait for it, also while it is still being made; 0 for no limit.
+            timeout: Seconds to wait, including for the value to be created; 0 for no limit.
 
         Raises:
-            RpcTimeout: It did not arrive in time.
-            OwnerLost: Its owner is gone.
-            RRefError: This reference was deleted, or the value was never made.
-            Exception: What the function raised that was to make it.
+            RpcTimeout: The value did not arrive in time.
+            OwnerLost: The owner was lost.
+            RRefError: This reference was deleted, or the value was never created.
+            Exception: The exception of the function that should have created the value.
         """
         state = self._state
         if isinstance(state, Owned):
@@ -144,17 +148,17 @@ class RRef(Generic[T]):
                 seconds, timeout = self._seconds(timeout), deadline - time.monotonic()
                 if timeout <= 0:
                     name = state.owner.name
-                    text = f"{self!r}: its value was not made within {seconds:.3g} s (phase: run) on worker {name}"
-                    raise RpcTimeout(f"RPC ran for more than its time: {text}. Pass a larger timeout", name, "run")
+                    text = f"{self!r}: its value was not created within {seconds:.3g} s (phase: run) on worker {name}"
+                    raise RpcTimeout(f"RPC ran for more than set timeout: {text}. Pass a larger timeout", name, "run")
         return self._ask(FETCH, (), timeout)  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
-        """Return the value, on its owner.
+        """Return the value on its owner.
 
         Raises:
-            NotTheOwner: It is on another worker.
-            RpcTimeout: It was not made within the timeout of a call.
-            Exception: What the function raised that was to make it.
+            NotTheOwner: Another worker owns the value.
+            RpcTimeout: The value was not created within the default timeout of calls.
+            Exception: The exception of the function that should have created the value.
         """
         state = self._state
         if isinstance(state, UserFork):
@@ -169,26 +173,26 @@ class RRef(Generic[T]):
         return owned.wait_value(self._deadline(timeout), self._known.agent.info.name)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run a backward pass from the value, which must be a tensor with one element, on its owner.
+        """Run a backward pass from the value, a tensor with one element, on its owner.
 
         Args:
-            dist_autograd_ctx_id: The context; without one, and on the owner only, gradients go to ``.grad``.
+            dist_autograd_ctx_id: The context. Without one, which is possible only on the owner, gradients go to ``.grad``.
             retain_graph: Keep the graph for another pass.
 
         Raises:
-            RRefError: The value is not a tensor, or there is no context and it is on another worker.
+            RRefError: The value is not a tensor, or no context is given and another worker owns the value.
             BackwardFailed: The pass failed.
         """
         _backward[0](self, int(dist_autograd_ctx_id), retain_graph)
 
     def close(self) -> None:
-        """Let go of the value now, instead of when this object is collected. May be called again."""
+        """Release the reference now instead of when this object is collected. Safe to call more than once."""
         try:
             del self._is_open
         except AttributeError:
             return
         state = self._state
-        if isinstance(state, UserFork):  # others may share it; no lock is taken, because finalizers may call this
+        if isinstance(state, UserFork):  # other objects may share it; takes no lock, because finalizers may call this
             self._state = state.closed()
         if state.is_shared:
             self._known.on_dropped(state)
@@ -210,14 +214,14 @@ class RRef(Generic[T]):
 
         return Proxy(call)
 
-    # -- private names that PyTorch's users know -----------------------------------------------------------------------
+    # -- private names of PyTorch's class ------------------------------------------------------------------------------
 
     @overload
     def _get_type(self, timeout: float = ..., blocking: Literal[True] = ...) -> type: ...
     @overload
     def _get_type(self, timeout: float = ..., *, blocking: Literal[False]) -> torch.futures.Future[type]: ...
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """Return the type of the value, or a future of it."""
+        """Return the type of the value, or a future for it."""
         state = self._state
         if isinstance(state, UserFork) and state.type_ is None:
             future = self._submit(TYPE_OF, (), timeout)
@@ -232,7 +236,7 @@ class RRef(Generic[T]):
         return done
 
     def _get_future(self) -> torch.futures.Future[None]:
-        """Return a future that completes when the owner has answered the call that makes the value."""
+        """Return a future that completes when the owner has answered the call that creates the value."""
         future: InterruptibleFuture[None] = InterruptibleFuture()
         state = self._state
 
@@ -249,15 +253,15 @@ class RRef(Generic[T]):
         return _rebuild, (self._pack(),)
 
     def _pack(self) -> tuple[Any, ...]:
-        """Return what another worker needs to make a reference of its own."""
+        """Return the fields from which another worker makes its own reference."""
         transfer, state, known = transfers.outgoing, self._state, self._known
         if transfer is None or transfer.tracker is not known:
             raise RRefError(
                 "Can not pickle rref in python pickler, rref can only be pickled when using RPC: "
-                "pass it in the arguments or the result of a call, or pickle what to_here() returns"
+                "pass it in the arguments or the result of a call, or pickle the result of to_here()"
             )
         if transfer.peer == EVERY_WORKER:
-            raise CannotSend(f"{self!r} cannot be gathered from all workers at once; pass it to each in a call")
+            raise CannotSend(f"{self!r} cannot be sent in a collective; pass it to each worker in a call")
         if transfer.contents is None:
             transfer.contents = {}
         owner = state.owner_life if isinstance(state, UserFork) else known.own
@@ -268,7 +272,7 @@ class RRef(Generic[T]):
             return state.rref_id, state.fork_id, owner, known.own, None
         if id(self) not in transfer.contents:
             transfer.contents[id(self)], maker = known.fork_for(state, transfer.peer, transfer.status)
-            transfer.contents[-id(self)] = (self, maker)  # so that its id stays its own
+            transfer.contents[-id(self)] = (self, maker)  # keeps it alive, so that its id is not reused
         return state.rref_id, transfer.contents[id(self)], owner, known.own, transfer.contents[-id(self)][1]
 
     def _deadline(self, timeout: float) -> float:
@@ -297,9 +301,9 @@ class RRef(Generic[T]):
                 raise
             raise OwnerLost(f"{self!r} is lost with its owner: {lost}", lost.worker, lost.last_seen) from lost
         except RRefError:
-            self._state.check()  # why the value is not there may be known here by now
+            self._state.check()  # raises the more precise reason if this worker knows it
             raise
-        if isinstance(self._state, UserFork) and not self._state.is_done:  # the answer to the creation is on its way
+        if isinstance(self._state, UserFork) and not self._state.is_done:  # the reply to the creation is on its way
             self._known.on_created(self._state)
         return value
 
@@ -320,21 +324,22 @@ def remote(
     kwargs: dict[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run a function on a worker, which keeps the result, and return a reference to it at once.
+    """Start a function on a worker, which keeps the result, and return a reference to that result.
 
-    What the function raises is raised by `RRef.to_here`.
+    Exceptions of the function are raised by `RRef.to_here`.
 
     Args:
         to: Name, rank or `WorkerInfo`; may be this worker.
         func: The function; with ``trust="data"`` an exposed one, or its exposed name.
-        args: Its arguments, captured now.
+        args: Its arguments, captured when this function is called.
         kwargs: Its keyword arguments.
         timeout: Seconds for the function to run; 0 for no limit.
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
-        CannotSend: An argument cannot travel.
-        UnknownWorker, WorkerLost: The worker does not exist, or cannot be reached.
+        CannotSend: An argument cannot be sent.
+        UnknownWorker: The cluster has no such worker.
+        WorkerLost: The worker cannot be reached.
     """
     known = context.here()
     name = to if type(to) is str else known.agent.peers.name_of(to)
@@ -350,7 +355,7 @@ def create(
     timeout: float,
     keep: Any = None,
 ) -> RRef[Any]:
-    """Start the call that makes a value, and return a reference to it; `keep` lives until the call has ended."""
+    """Start the call that creates a value and return a reference to it; `keep` lives until the call has completed."""
     agent = known.agent
     is_here = name == agent.address.info.name
     state = known.make_here() if is_here else known.create_fork(agent.peers.address_of(name))
@@ -366,24 +371,24 @@ def create(
         known.on_failed(state, error)
         raise
     finally:
-        if call is None:  # Ctrl-C, or the error above, which counts
-            known.on_failed(state, RRefError(f"the call that was to make the value of {rref!r} was interrupted"))
+        if call is None:  # Ctrl-C, or the error above, which takes precedence
+            known.on_failed(state, RRefError(f"the call that creates the value of {rref!r} was interrupted"))
     state.call = call
-    if call.is_done:  # maybe before it was known here
+    if call.is_done:  # possibly before the line above
         state.call = None
     return rref
 
 
 def set_backward(run: Backward) -> None:
-    """Set what `RRef.backward` does: the layer above knows how a pass begins at the value of a reference."""
+    """Set the implementation of `RRef.backward`, which belongs to the autograd layer."""
     _backward[:] = [run]
 
 
 def _rebuild(fields: Sequence[Any]) -> RRef[Any]:
-    """Make a reference that arrived in a message."""
+    """Rebuild a reference that arrived in a message."""
     transfer = transfers.incoming
     if transfer is None or transfer.tracker is None:
-        raise RRefError("a reference can only be unpickled when it came in a message of gradwire.rpc")
+        raise RRefError("a reference can only be unpickled from a message of gradwire.rpc")
     known: References = transfer.tracker  # type: ignore[assignment]
     rref_id, fork_id, owner, sender, maker = fields
     is_valid = is_number(rref_id) and is_number(fork_id) and is_worker(owner) and is_worker(sender)

@@ -1,6 +1,6 @@
 """The references of one worker: the driver of the protocol in `_ownership`.
 
-`References` tells the protocol of events, under one lock, and acts on its decisions once the lock is released: it sends
+`References` feeds events to the protocol under one lock, and acts on its decisions once the lock is released: it sends
 batches, frees values, and completes or breaks the forks that `RRef` objects share.
 """
 
@@ -52,14 +52,14 @@ _NEVER: Final = float("inf")
 
 @dataclass(frozen=True, slots=True)
 class ReferenceStatistics:
-    """A snapshot of one worker's references.
+    """Snapshot of one worker's references.
 
     Attributes:
-        num_values: Values here that other workers know of.
-        num_forks: References here to values elsewhere.
-        num_pending: Those among them that their owner has not confirmed yet.
-        num_children: References that were sent and are not known to have arrived.
-        num_messages: Messages about references that are in flight.
+        num_values: Values on this worker that other workers refer to.
+        num_forks: References on this worker to values of others.
+        num_pending: Those that their owner has not confirmed yet.
+        num_children: References that were sent and are not confirmed to have arrived.
+        num_messages: Protocol messages in flight.
     """
 
     num_values: int
@@ -120,7 +120,7 @@ class FlushTimer:
 
 
 class PeerKnowledge:
-    """What the agent knows of other workers, by rank and incarnation: the `Surroundings` of the protocol."""
+    """The agent's knowledge of other workers by rank and incarnation: the `Surroundings` of the protocol."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -152,11 +152,11 @@ class PeerKnowledge:
         return False
 
     def is_gone(self, worker: Worker) -> bool:
-        """Return whether that incarnation is not connected any more, or never was."""
+        """Return whether that incarnation is no longer connected, or never was."""
         return not self.was_connected(worker) or self._agent.has_ended(self._agent.worker_info(worker[0]).name)
 
     def cannot_return(self, worker: Worker) -> bool:
-        """Return whether a worker that is gone cannot come back: it was restarted, or its supervisor has seen its end."""
+        """Return whether a lost worker cannot come back: it was restarted, or its supervisor has confirmed its end."""
         with contextlib.suppress(UnknownWorker):
             name = self._agent.worker_info(worker[0]).name
             peer = self._agent.peers.by_name.get(name)
@@ -201,7 +201,7 @@ class References:
         self._owned: dict[int, Owned] = {}  # values here that others know of
         self._forks: dict[int, UserFork] = {}  # references to values elsewhere
         self._transits: dict[int, Transit] = {}  # by fork
-        self._unreached: set[int] = set()  # ranks to which what is not acknowledged is to be sent again
+        self._unreached: set[int] = set()  # ranks to which unacknowledged messages must be sent again
         # Single operations only:
         self._dropped: collections.deque[Owned | UserFork] = collections.deque()  # filled by finalizers
         self._early: collections.deque[UserFork] = collections.deque()
@@ -252,8 +252,8 @@ class References:
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
-                        text = f"the value of reference {describe(rref_id)} was never made"
-                        why = "the worker whose call was to make it gave up or died"
+                        text = f"the value of reference {describe(rref_id)} was never created"
+                        why = "the worker that made the call to create it cancelled the call or died"
                         error: Any = functools.partial(RRefError, f"{text}: {why}")
                         self._effects.defer(functools.partial(owned.fail, error))
                 case Forget(fork_id):
@@ -266,7 +266,9 @@ class References:
                     fork = self._forks.get(fork_id)
                     if fork is not None:
                         owner, name = fork.owner.name, describe(fork.rref_id)
-                        text = f"reference {name} to a value of worker {owner} is lost: {reason}. Make the value again"
+                        text = (
+                            f"reference {name} to a value of worker {owner} is lost: {reason}. Create the value again"
+                        )
                         error = functools.partial(OwnerLost, text, owner)
                         self._effects.defer(functools.partial(fork.end, error))
 
@@ -293,8 +295,8 @@ class References:
             if self._ownership.value_expected(rref_id, maker, maker or self.own):
                 return self._find_or_expect(rref_id)
         raise RRefError(
-            f"worker {self.agent.info.name} does not have the value of reference {describe(rref_id)} any more: no worker "
-            f"held a reference to it, or the holder was out of reach for a while and taken for dead. Make the value again"
+            f"worker {self.agent.info.name} no longer has the value of reference {describe(rref_id)}: no worker held "
+            f"a reference to it, or its holder was unreachable and declared lost. Create the value again"
         )
 
     def access_of(self, caller: Worker, rref_id: int) -> tuple[bool, bool, bool]:
@@ -304,11 +306,11 @@ class References:
             return rref_id in self._owned, is_held, self._ownership.can_expect(caller)
 
     def begin_making(self, rref_id: int, fork_id: int, user: Worker) -> Owned:
-        """Return the value that a call is to make for a worker."""
+        """Return the value that a call will create for a worker."""
         if user == self.own:  # not found: dropped before it was made, so that no code will see it
             return self._owned.get(rref_id) or Owned(rref_id)
         if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
-            raise DecodeError(f"worker {user[0]} asked for a value in the name of another: {describe(rref_id)}")
+            raise DecodeError(f"worker {user[0]} requested a value on behalf of another worker: {describe(rref_id)}")
         self._see(user)
         with self._lock:
             if self._ownership.value_created(rref_id, fork_id, user):
@@ -320,7 +322,8 @@ class References:
                 f"the caller holds too many references to values of worker {name}. Delete some of them first"
             )
         raise RRefError(
-            f"worker {name} did not make the value of reference {describe(rref_id)}: its call was given up before it arrived"
+            f"worker {name} did not create the value of reference {describe(rref_id)}: the call was cancelled "
+            "before it arrived"
         )
 
     def make_here(self) -> Owned:
@@ -346,7 +349,7 @@ class References:
         return fork
 
     def on_answered(self, state: Owned | UserFork, call: PendingCall) -> None:
-        """The call that makes a value has ended; a copy of a small value came with the answer from elsewhere."""
+        """Handle the completion of a call that creates a value; the reply may carry a copy of a small value."""
         state.call = state.keeps = None
         if call.error is not None:
             self.on_failed(state, call.error)
@@ -362,7 +365,7 @@ class References:
     def on_created(self, fork: UserFork) -> None:
         with self._lock:
             actions = self._ownership.confirmed(fork.fork_id, fork.owner_life)
-        if len(actions) > 1:  # it is not needed any more; messages may leave in any order, so the lock need not be kept
+        if len(actions) > 1:  # it is no longer needed; messages may leave in any order, so the lock need not be held
             with self._effects:
                 self._apply(actions)
         fork.confirm()
@@ -384,7 +387,7 @@ class References:
             lane.reader.ensure_watched()
 
     def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
-        """Return the worker that may still have to make the value of a reference that is about to be used."""
+        """Return the worker whose call may not yet have created the value of a reference about to be used."""
         if not (fork.is_done or fork.is_first):
             fork.wait(deadline, f"reference {describe(fork.rref_id)} was not confirmed by its owner", fork.owner.name)
         fork.check()
@@ -410,14 +413,16 @@ class References:
             if is_sent:
                 self._transits[child] = Transit(time.monotonic(), status)
         if not is_sent:
-            raise RRefError(f"reference {describe(state.rref_id)} was deleted here and cannot be sent to worker {to}")
+            raise RRefError(
+                f"reference {describe(state.rref_id)} was deleted on this worker and cannot be sent to worker {to}"
+            )
         self._timer.plan(_ASK_S)
         return child, maker
 
     def receive(
         self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None
     ) -> Owned | UserFork:
-        """Return what a reference that arrived refers to: a broken fork if it cannot be used."""
+        """Return the state of a received reference; a broken fork if it cannot be used."""
         if sender == self.own:
             return self._receive_own(rref_id, fork_id)
         info, sender_info = self.agent.worker_info(owner[0]), self.agent.worker_info(sender[0])
@@ -442,14 +447,14 @@ class References:
                 self._apply(actions)
                 return state
         text = f"reference {describe(rref_id)}, sent by {sender_info.name}, cannot be used"
-        fork.end(lambda: OwnerLost(f"{text}: {info.name} does not have its value. Make the value again", info.name))
+        fork.end(lambda: OwnerLost(f"{text}: {info.name} does not have its value. Create the value again", info.name))
         return fork
 
     def _receive_own(self, rref_id: int, fork_id: int) -> Owned | UserFork:
         with self._lock:
             state = self._forks.get(fork_id) if fork_id else self._owned.get(rref_id)
             if state is None:
-                raise RRefError(f"reference {describe(rref_id)} was deleted here")
+                raise RRefError(f"reference {describe(rref_id)} was deleted on this worker")
             state.num_local += 1  # for the reference that is made of it next
             self._ownership.needed_again(rref_id, fork_id)
         return state
@@ -462,7 +467,7 @@ class References:
                     self._apply(self._ownership.not_sent(child))
 
     def on_arrived(self, contents: dict[Any, Any]) -> None:
-        """A message with references was unpacked: have their owners asked to list them, which no code here waits for."""
+        """Handle an unpacked message with references: have their owners list them, without waiting for it."""
         if self._outbox.has_urgent:  # in a service thread: a worker that does not read must not hold the caller up
             self.agent.reactor.run_soon(self._flush_urgent)
         else:
@@ -471,7 +476,7 @@ class References:
     # -- the end of references -----------------------------------------------------------------------------------------
 
     def on_dropped(self, state: Owned | UserFork) -> None:
-        """This worker's own code has let go of a reference. Finalizers call this, so it takes no lock."""
+        """Handle that this worker's code has released a reference. Takes no lock, because finalizers call it."""
         self._dropped.append(state)
         if not self._is_drop_planned:
             self._is_drop_planned = True
@@ -514,20 +519,27 @@ class References:
         num_forks = self.statistics().num_forks
         if num_forks:
             _log.info(
-                "%s leaves while it has %d references to values of other workers", self.agent.info.name, num_forks
+                "%s is shutting down while it holds %d references to values of other workers",
+                self.agent.info.name,
+                num_forks,
             )
         self.delete_all()
         while holders := self.holders():
             if time.monotonic() >= limit:
                 listed = ", ".join(f"{name} ({count})" for name, count in holders.items())
-                text = f"worker {self.agent.info.name} left while others still had references to its values: {listed}"
-                raise RpcTimeout(f"{text}. Delete them there, or call shutdown there, too", next(iter(holders)), "run")
+                text = (
+                    f"worker {self.agent.info.name} shut down while other workers still held references to its "
+                    f"values: {listed}"
+                )
+                raise RpcTimeout(
+                    f"{text}. Delete them on those workers, or call shutdown there as well", next(iter(holders)), "run"
+                )
             _interrupts.sleep(_LOOK_EVERY_S)
 
     # -- messages about references -------------------------------------------------------------------------------------
 
     def _on_timer(self) -> None:
-        """In a service thread: send what waits, ask for what is overdue, send again what may be lost."""
+        """Send waiting messages, query overdue references and resend messages that may be lost; runs in a service thread."""
         now = time.monotonic()
         self.take_dropped()
         with self._effects:
@@ -551,7 +563,7 @@ class References:
         self._send(batches)
 
     def _flush_urgent(self) -> None:
-        """Send what waits if another worker waits for it; else plan to."""
+        """Send queued messages if another worker waits for them; otherwise schedule it."""
         with self._lock:
             batches = self._outbox.take() if self._outbox.has_urgent else []
             if not self._outbox.is_empty:
@@ -581,7 +593,7 @@ class References:
 
     def _on_batch(self, sender: WorkerInfo, batch: Batch, _: list[torch.Tensor]) -> None:
         if batch.sender[0] != sender.id:
-            raise DecodeError(f"{sender.name} sent messages about references in the name of worker {batch.sender[0]}")
+            raise DecodeError(f"{sender.name} sent reference messages on behalf of worker {batch.sender[0]}")
         if batch.to != self.own or batch.sender[1] != self.agent.newest_incarnation(sender.name):
             return  # for an earlier incarnation of this worker, or from one of the other
         self._see(batch.sender)
@@ -592,7 +604,7 @@ class References:
     # -- workers that are gone, or back --------------------------------------------------------------------------------
 
     def _on_cut(self, name: str) -> None:
-        """A connection ended, and the worker lives: have what is not acknowledged sent again."""
+        """Handle a broken connection to a live worker: resend unacknowledged messages."""
         rank = self.agent.worker_info(name).id
         self.agent.reactor.run_soon(lambda: self._send_again(rank, _DELAY_S))
 
@@ -607,7 +619,7 @@ class References:
         self._see(worker)
 
     def _see(self, worker: Worker) -> None:
-        """A message came from a worker, or goes to it: unless it was its last, the worker is not dead."""
+        """Handle a message from or to a worker: unless it is the worker's last, the worker is not dead."""
         if not self._ownership.is_presumed_dead(worker):
             return
         with self._effects:
@@ -618,7 +630,7 @@ class References:
             self.agent.reactor.run_soon(self._flush_urgent)
 
     def _lose(self, worker: Worker, reason: str, *, is_reported: bool = False) -> None:
-        """Presume a worker dead; if that `is_reported` by the agent, only if it has not been connected again meanwhile."""
+        """Presume a worker dead; if `is_reported` by the agent, only if it has not reconnected in the meantime."""
         with self._lock:
             has_any = any(self._ownership.counts)
         survivors = self._peers.survivors(worker) if has_any else []
@@ -632,7 +644,7 @@ class References:
         self._flush_urgent()
 
     def _refute(self, worker: Worker) -> None:
-        """Another incarnation answers: this one has ended before it was ever connected, or was invented."""
+        """Handle that another incarnation responds: this one ended before it ever connected, or was invented."""
         with self._effects:
             self._act(self._protocol.worker_refuted(worker, "it was restarted"))
         self._flush_urgent()

@@ -1,4 +1,4 @@
-"""What the owner of a value does for the users of references: the operations that they call, and making values for them.
+"""The owner's side of references: operations that users call, and creating values for them.
 
 The operations are called by name, with plain data, at every trust level. Ids can be guessed. With ``trust="data"`` a value
 is therefore there only for workers that are listed with it. Honest callers are: the owner lists a worker that it sends a
@@ -65,7 +65,7 @@ for _function, _name in ((fetch, FETCH), (type_of, TYPE_OF), (invoke, INVOKE)):
 
 
 def find_value(rref_id: Any, maker: Any) -> Any:
-    """Return the value of that id, once it is made; wait at most until the deadline of the call that is being served."""
+    """Return the value of that id, waiting for it until the deadline of the call being served."""
     owned, request = _find(rref_id, maker), current_request()
     if owned.is_done:
         return owned.get()
@@ -94,20 +94,20 @@ def _check_caller(known: References, rref_id: int, maker: Worker | None, info: W
     agent = known.agent
     caller = known.own if info == agent.info else (info.id, agent.incarnation_of(info.name))
     if maker not in (None, caller):
-        raise DecodeError(f"{info.name} named another worker as the maker of reference {describe(rref_id)}")
+        raise DecodeError(f"{info.name} gave another worker as the creator of reference {describe(rref_id)}")
     is_here, is_held, can_expect = known.access_of(caller, rref_id)
     if is_held or (is_here and agent.trust == "code"):
         return
     # Ids are given out by the worker that has a value made, so no worker waits for those of another.
     if is_here or maker is None or creator_of(rref_id) != info.id:
         raise RRefError(  # the same text for what is here and what is not: ids must not be tried out
-            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it is "
-            f"gone, or {info.name} holds no reference to it. Have one sent to {info.name}"
+            f"worker {agent.info.name} does not have the value of reference {describe(rref_id)} for {info.name}: it was "
+            f"freed, or {info.name} holds no reference to it. Send {info.name} a reference first"
         )
     if not can_expect:
         raise RRefError(
-            f"worker {agent.info.name} waits for too many values that calls of {info.name} are to make, and does not wait "
-            f"for that of reference {describe(rref_id)}. Wait for earlier calls first"
+            f"worker {agent.info.name} is already waiting for too many values created by calls from {info.name}, and cannot "
+            f"wait for the value of reference {describe(rref_id)}. Wait for earlier calls first"
         )
 
 
@@ -132,7 +132,7 @@ def _run(function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 class Creates(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The note of a call whose result is to stay with the callee."""
+    """The note of a call whose result stays on the callee."""
 
     rref_id: Number
     fork_id: Number  # the caller's reference to it; 0 if the caller is the callee
@@ -145,7 +145,7 @@ def attach(agent: Agent) -> None:
 
 
 def _keep(known: References, caller: WorkerInfo, name: str, note: Any, function: Callable[..., Any]) -> Any:
-    """Return what is called in place of a function whose result is kept here."""
+    """Return the replacement for a function whose result is kept on this worker."""
     message = read_note(note, Creates)
     owned = known.begin_making(message.rref_id, message.fork_id, (caller.id, message.incarnation))
     owned.label = name
@@ -195,7 +195,7 @@ def _make_later(agent: Agent, owned: Owned, future: Any) -> InterruptibleFuture[
 
 
 def _fail(agent: Agent, owned: Owned, error: BaseException) -> None:
-    """Make what the program's function raised the outcome of the value."""
+    """Make the function's exception the outcome of the value."""
     info = describe_exception(error, agent.info.name, agent.config.limits)
     owned.fail(lambda: rebuild_exception(info, agent.trust))
 

@@ -5,7 +5,7 @@ that are not acknowledged are sent again, and the receiver takes each number onc
 arrived so far, so the next one makes up for a lost one; it travels with the messages in the other direction, or alone if
 there are none.
 
-A worker that is presumed dead may be behind a connection that was cut, and come back. Nothing is sent to it meanwhile, and
+A worker that is presumed dead may be behind a connection that was cut, and come back. Nothing is sent to it until then, and
 nothing is dropped until its incarnation has ended (`forget`).
 
 At most `WINDOW` batches of at most `MAX_MESSAGES` are in flight to one worker; the rest waits here.
@@ -133,7 +133,7 @@ class Outbox:
         if number <= channel.up_to or number in channel.beyond:
             return False
         if channel.num_messages > _MAX_BACKLOG:
-            raise DecodeError(f"worker {batch.sender[0]} does not take the answers to what it asks about references")
+            raise DecodeError(f"worker {batch.sender[0]} does not read the replies to its reference messages")
         channel.beyond.add(number)
         while channel.up_to + 1 in channel.beyond:
             channel.up_to += 1
@@ -141,7 +141,7 @@ class Outbox:
         return True
 
     def cut(self, rank: int) -> None:
-        """A connection with a living worker ended: what was in flight may be lost."""
+        """Handle a broken connection to a live worker: batches in flight may be lost."""
         for worker, channel in self._channels.items():
             if worker[0] == rank:
                 channel.must_repeat = channel.must_acknowledge = self.has_messages = True
@@ -161,13 +161,13 @@ class Outbox:
             self.has_urgent = self.has_urgent or bool(channel.waiting)
 
     def forget(self, worker: Worker) -> None:
-        """An incarnation is known to have ended, and with it earlier ones: drop what was kept for them."""
+        """Handle the certain end of an incarnation and all earlier ones: drop everything kept for them."""
         self._over[worker[0]] = max(worker[1], self._over.get(worker[0], 0))
         for known in [known for known in self._channels if self._is_over(known)]:
             self.drop(known)
 
     def drop(self, worker: Worker) -> None:
-        """Drop all that is to be sent to a worker, and what is known of its batches."""
+        """Drop all messages queued for a worker and the state of its batches."""
         self._channels.pop(worker, None)
         self._due.discard(worker)
 

@@ -1,4 +1,4 @@
-"""What a reference refers to: a value of this worker (`Owned`), or a fork of a value elsewhere (`UserFork`).
+"""The states behind a reference: a value of this worker (`Owned`), or a fork of a value elsewhere (`UserFork`).
 
 Threads that use one leaf tensor at the same time can deadlock in torch 2.13 if Python alone refers to it, so the owner keeps
 the leaves of its values referred to from C++ (`keep_leaves`).
@@ -35,7 +35,7 @@ _lock = threading.Lock()  # guards the outcome and `_waiters` of every `_Awaited
 
 
 class _Awaited(msgspec.Struct, eq=False, kw_only=True):
-    """Something that is done at some time, once, with an error or without."""
+    """An operation that completes once, with or without an error."""
 
     # References to it that this worker's code has, or is about to get; under the lock of `References`.
     num_local: int = 1
@@ -46,7 +46,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
     _waiters: list[Callable[[], None]] | None = None
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call back when it is done; at once if it is."""
+        """Call back when it is done, or at once if it already is."""
         with _lock:
             if not self.is_done:
                 self._waiters = self._waiters or []
@@ -55,7 +55,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
         callback()
 
     def wait(self, deadline: float, what: str, worker: str) -> None:
-        """Return when it is done, or raise `RpcTimeout` with the words in `what`."""
+        """Wait until it is done, or raise `RpcTimeout` with `what` in the message."""
         if self.is_done:
             return
         done = threading.Lock()  # a signal: released when it is done
@@ -63,11 +63,11 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
         self.when_done(done.release)
         with while_waiting():
             if not _interrupts.acquire(done, min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
-                text = f"RPC ran for more than its time: {what} (phase: run). Pass a larger timeout"
+                text = f"RPC ran for more than set timeout: {what} (phase: run). Pass a larger timeout"
                 raise RpcTimeout(text, worker, "run")
 
     def check(self) -> None:
-        """Raise the error if there is one: the owner is gone, it was deleted, or the function that makes it failed."""
+        """Raise the error, if any: the owner is lost, the reference was deleted, or the creating function failed."""
         if self.error is not None:
             raise self.error()
 
@@ -79,7 +79,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
 
 
 class Owned(_Awaited, eq=False):
-    """A value of this worker, or one that is still being made."""
+    """A value of this worker, possibly still being created."""
 
     rref_id: int
     label: str = ""  # the function that makes it, for error messages
@@ -87,7 +87,7 @@ class Owned(_Awaited, eq=False):
     leaves: Any = None  # keeps its leaf tensors safe to be used by several threads
     _next_look: float = float("inf")
     is_shared: bool = False  # other workers were told of it
-    is_freed: bool = False  # no worker refers to it any more
+    is_freed: bool = False  # no worker refers to it any longer
     fork_id: ClassVar[int] = 0  # it is not a reference to a value elsewhere
 
     def set(self, value: Any) -> None:
@@ -110,12 +110,12 @@ class Owned(_Awaited, eq=False):
         self.value = self.leaves = None
 
     def wait_value(self, deadline: float, worker: str) -> Any:
-        """Return the value when it is made; `worker` is this worker's name."""
-        self.wait(deadline, f"the value of reference {describe(self.rref_id)} was not made", worker)
+        """Wait for the value and return it; `worker` is this worker's name."""
+        self.wait(deadline, f"the value of reference {describe(self.rref_id)} was not created", worker)
         return self.get()
 
     def get(self) -> Any:
-        """Return the value, which is made, or raise what the function raised that was to make it."""
+        """Return the value, which is done, or raise the exception of the function that should have created it."""
         value = self.value
         self.check()
         if time.monotonic() >= self._next_look:
@@ -148,7 +148,7 @@ class UserFork(_Awaited, eq=False):
         return ForkPhase.CONFIRMED if self.is_done else ForkPhase.PENDING
 
     def use(self) -> Any:
-        """From now on the value may change; return the copy that came with the answer to the creation, once."""
+        """Mark the value as used; return, once, the copy that came with the reply to its creation."""
         with _lock:
             early, self.early, self.is_used = self.early, None, True
         return early
@@ -171,18 +171,18 @@ class UserFork(_Awaited, eq=False):
 
 
 def describe(rref_id: int) -> str:
-    """Return the name of a reference in error messages: the rank that made it, and its number there."""
+    """Return the name of a reference for error messages: the rank that created it, and its number there."""
     return f"{creator_of(rref_id)}:{rref_id & MAX_COUNTER}"
 
 
 def deleted(rref_id: int) -> Callable[[], Exception]:
-    """Return what makes the error of a reference that this worker has deleted."""
+    """Return a factory for the error of a reference that this worker has deleted."""
     text = f"reference {describe(rref_id)} was deleted on this worker (by close or shutdown)"
     return functools.partial(RRefError, f"{text}. Cannot call to_here() on it after deletion.")
 
 
 def _freed(rref_id: int) -> RRefError:
-    return RRefError(f"the value of reference {describe(rref_id)} was freed: no worker referred to it any more")
+    return RRefError(f"the value of reference {describe(rref_id)} was freed: no worker referred to it any longer")
 
 
 def keep_leaves(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Tensors divided among the ranks of a process group, or among RPC workers: the API of ``torch.distributed._shard``."""
+"""Tensors sharded over the ranks of a process group, or over RPC workers: the API of ``torch.distributed._shard``."""
 
 from __future__ import annotations
 

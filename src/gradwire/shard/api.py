@@ -1,7 +1,8 @@
 """Shards tensors, parameters and whole modules.
 
-Everything is checked before anything is changed; in a process group all ranks agree first. Then parameters are divided one
-after the other, and each original is freed before the next one's turn.
+Everything is checked before anything is changed; in a process group all ranks agree first. Then parameters are sharded
+one by
+one, and each original is freed before the next one is sharded.
 """
 
 from __future__ import annotations
@@ -36,38 +37,38 @@ from gradwire.shard.tensor import ShardedTensor
 __all__ = ["_shard_tensor", "load_with_process_group", "shard_module", "shard_parameter"]
 
 
-@interruptible  # the method may be that of a class of the program
+@interruptible  # the method may be user code
 def _shard_tensor(
     tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> ShardedTensor:
-    """Divide a tensor with the method `shard` of the spec.
+    """Shard a tensor with the method `shard` of the spec.
 
     Raises:
         TypeError: `sharding_spec` is not a `ShardingSpec`.
-        ValueError: The tensor is not contiguous, cannot be divided like this, or is different on some ranks.
+        ValueError: The tensor is not contiguous, cannot be sharded like this, or differs between ranks.
         RuntimeError: There is no process group, or this process is not an RPC worker.
     """
     if not isinstance(sharding_spec, ShardingSpec):
-        raise TypeError(f"a tensor is divided by a ShardingSpec, not {type(sharding_spec).__name__}")
+        raise TypeError(f"sharding_spec must be a ShardingSpec, not {type(sharding_spec).__name__}")
     return sharding_spec.shard(tensor, src_rank, process_group)
 
 
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> None:
-    """Replace a parameter, or a buffer, by a sharded tensor of the same values.
+    """Replace a parameter or buffer by a sharded tensor with the same values.
 
     Args:
-        module: Has the parameter. If submodules have it, too, they get the sharded one, too.
-        param_name: Its name, without dots.
-        sharding_spec: How to divide it: among the ranks of a process group, each of which calls this, or among RPC workers.
-        src_rank: The rank in the group whose values count. The others' may be on the ``meta`` device.
-        process_group: The ranks; None for the default group.
+        module: The module with the parameter. Submodules that share it get the sharded tensor, too.
+        param_name: Name of the parameter, without dots.
+        sharding_spec: How to shard it: over the ranks of a process group, each of which calls this, or over RPC workers.
+        src_rank: The rank in the group whose values are used. On other ranks it may be on the ``meta`` device.
+        process_group: The process group; None for the default group.
 
     Raises:
         AttributeError: The module has no such parameter.
         TypeError: `sharding_spec` is not a `ShardingSpec`.
-        ValueError: The parameter is not a contiguous tensor, cannot be divided like this, or ranks want different things.
+        ValueError: The parameter is not a contiguous tensor, cannot be sharded like this, or the ranks' arguments differ.
         RuntimeError: There is no process group, or this process is not an RPC worker.
     """
 
@@ -85,29 +86,33 @@ def shard_parameter(
 
 
 def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, process_group: Any = None) -> None:
-    """Shard a module by a plan: its parameters, its submodules, what becomes of its outputs.
+    """Shard a module by a plan: its parameters, its submodules and its outputs.
 
-    If it raises because the plan does not fit, the module is as it was, on every rank. If ranks or workers are lost in the
-    middle, or a `Sharder` fails after it changed its submodule, it is not.
+    If the plan does not fit, the module is not changed on any rank. If ranks or workers are lost on the way, or a
+    `Sharder` fails
+    after it changed its submodule, the module may be half sharded.
 
-    In a process group every rank runs the module on rows of its own. A parameter that stays whole has the same gradient on
-    all ranks if it is part of a sharded operation, such as the bias of a sharded Linear. If it is not, such as that of a
-    LayerNorm between two of them, its gradient is that of the rank's rows: add these up, as in any data parallel training.
+    In a process group every rank runs the module on its own rows. A parameter that is not sharded has the same gradient
+    on all
+    ranks if it is part of a sharded operation, such as the bias of a sharded Linear. Otherwise, as in a LayerNorm
+    between two of
+    them, its gradient is that of the rank's rows: add these up, as in any data parallel training.
 
     Args:
         module: The module; in a process group every rank has one of the same structure, and calls this.
-        plan: What to do. Tied parameters stay tied, also if the plan names only one of them.
-        src_rank: The rank in the group whose values count. Other ranks may have made the module on the ``meta`` device: they
-            get their shards, and the values of what stays whole.
-        process_group: The ranks; None for the default group.
+        plan: The plan. Tied parameters stay tied, also if the plan names only one of them.
+        src_rank: The rank in the group whose values are used. Other ranks may have created the module on the ``meta``
+            device:
+            they get their shards, and the values of parameters that are not sharded.
+        process_group: The process group; None for the default group.
 
     Raises:
-        TypeError: Something in the plan is neither a spec nor a `Sharder`, or a `Sharder` did not return a module.
+        TypeError: An entry of the plan is neither a spec nor a `Sharder`, or a `Sharder` did not return a module.
         AttributeError: The module has no such parameter or submodule.
-        KeyError: A `Sharder` is to replace the module itself.
-        RuntimeError: A `Sharder` and another entry are about the same part of the module; or there is no process group, or
-            this process is not an RPC worker.
-        ValueError: A parameter cannot be divided like this, or ranks want different things.
+        KeyError: A `Sharder` has an empty path.
+        RuntimeError: A `Sharder` and another entry overlap; or there is no process group, or this process is not an RPC
+            worker.
+        ValueError: A parameter cannot be sharded like this, or the ranks' arguments differ.
     """
     work = prepare(module, lambda: read_plan(module, plan), specs_in(plan), src_rank, process_group)
     replacements = run_sharders(work)
@@ -122,12 +127,12 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
 
 
 def _reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
-    """Redistribute a module's sharded output by another spec; leave a plain one as it is. Return the module."""
+    """Redistribute a module's sharded output by another spec; plain outputs do not change. Return the module."""
     return _change_output(module, lambda output: output.redistribute(resharding_spec))
 
 
 def _collect_local_shard(module: nn.Module) -> nn.Module:
-    """Let a module return a plain tensor for a sharded one; leave a plain one as it is. Return the module."""
+    """Make a module return plain tensors instead of sharded ones; plain outputs do not change. Return the module."""
     return _change_output(module, _collect)
 
 
@@ -140,7 +145,7 @@ def _change_output(module: nn.Module, change: Callable[[ShardedTensor], torch.Te
 
 
 def _collect(output: ShardedTensor) -> torch.Tensor:
-    """Return what the rank has, without the dimension that is cut into slices of length 1; all of it over RPC workers."""
+    """Return the local shard, without a sharded dimension of length 1; over RPC workers, the whole tensor."""
     if not isinstance(output._backend, GroupBackend):
         return output.full_tensor()
     found, spec = output.local_tensor(), output.sharding_spec()
@@ -151,7 +156,7 @@ def _collect(output: ShardedTensor) -> torch.Tensor:
 
 @contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
-    """Use a process group for what is made or loaded in this block. Blocks can be nested; the inner one counts."""
+    """Use a process group for tensors created or loaded in this block. Blocks can be nested; the inner one applies."""
     token = current_process_group.set(process_group)
     try:
         yield process_group

@@ -1,4 +1,4 @@
-"""Works out what a plan does to a module, checks it on all ranks before anything is changed, and divides the parameters."""
+"""Applies a plan to a module: checks it on all ranks before anything is changed, and shards the parameters."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ Slot = tuple[nn.Module, str]
 """A module, and the attribute that holds something."""
 
 Slots = dict[int, list[Slot]]
-"""Where a module has each of its tensors or submodules, by their ids."""
+"""The slots of each tensor or submodule of a module, by their ids."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A parameter or submodule that is to be replaced. It is not held here, so that it is freed once it is replaced."""
+    """A parameter or submodule to replace. It is not kept here, so that it is freed once it is replaced."""
 
     name: str  # as the plan has it
     how: Any  # the spec that divides a parameter, or the `Sharder` that replaces a submodule
-    slots: list[Slot]  # where the module has it; the first is the one that the plan names
+    slots: list[Slot]  # its slots; the first is the one that the plan names
 
     @property
     def value(self) -> Any:
@@ -49,7 +49,7 @@ class Step:
 
 @dataclass(slots=True)
 class Steps:
-    """All that a plan asks for."""
+    """All steps of a plan."""
 
     parameters: list[Step] = field(default_factory=list)
     sharders: list[Step] = field(default_factory=list)
@@ -65,7 +65,7 @@ def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
     for name, entry in plan.plan.items():
         if isinstance(entry, Sharder):
             if name == "":
-                raise KeyError("Module path must not be empty for custom sharder! It is put where a submodule was")
+                raise KeyError("Module path must not be empty for custom sharder! A Sharder replaces a submodule")
             steps.sharders.append(Step(name, entry, list(submodules[id(module.get_submodule(name))])))
     for name, entry in plan.plan.items():
         if isinstance(entry, ShardingSpec):
@@ -73,14 +73,14 @@ def read_plan(module: nn.Module, plan: ShardingPlan) -> Steps:
     _check_sharders(steps)
     for path in (*steps.outputs, *steps.local_outputs):
         if not any(path.startswith(f"{step.name}.") for step in steps.sharders):
-            module.get_submodule(path)  # those below a Sharder are known when it has done its work
+            module.get_submodule(path)  # those below a Sharder are known after it has run
     return steps
 
 
 def _check_types(module: Any, plan: Any) -> None:
     check_module(module)
     if not isinstance(plan, ShardingPlan):
-        raise TypeError(f"a module is sharded by a ShardingPlan, not {_kind(plan)}")
+        raise TypeError(f"plan must be a ShardingPlan, not {_kind(plan)}")
     for name, entry in _items(plan.plan, "plan"):
         if not isinstance(entry, ShardingSpec | Sharder):
             raise TypeError(f"Only `ShardingSpec` and `Sharder` are supported to shard '{name}', not {_kind(entry)}")
@@ -89,10 +89,10 @@ def _check_types(module: Any, plan: Any) -> None:
             raise TypeError(f"Only `ShardingSpec` is supported as output_plan for '{name}', not {_kind(entry)}")
     paths: Any = plan.return_local_tensor or []  # programs pass anything
     if not isinstance(paths, list | tuple) or not all(isinstance(path, str) for path in paths):
-        raise TypeError(f"return_local_tensor is a list of paths of modules, not {paths!r}")
+        raise TypeError(f"return_local_tensor must be a list of module paths, not {paths!r}")
     for path in paths:
         if paths.count(path) > 1:
-            raise ValueError(f"return_local_tensor has '{path}' twice")
+            raise ValueError(f"return_local_tensor lists '{path}' twice")
 
 
 def check_module(module: Any) -> None:
@@ -102,7 +102,7 @@ def check_module(module: Any) -> None:
 
 def _items(entries: Any, name: str) -> list[tuple[str, Any]]:
     if not isinstance(entries, Mapping) or not all(isinstance(key, str) for key in entries):
-        raise TypeError(f"the {name} of a ShardingPlan is a dict by names, not {entries!r}")
+        raise TypeError(f"the {name} of a ShardingPlan must be a dict by name, not {entries!r}")
     return list(entries.items())
 
 
@@ -111,7 +111,7 @@ def _kind(value: object) -> str:
 
 
 def slots_of_tensors(module: nn.Module) -> Slots:
-    """Return where a module has each of its parameters and buffers, by their ids."""
+    """Return the slots of the parameters and buffers of a module, by their ids."""
     return _slots(module, _tensors_of)
 
 
@@ -138,14 +138,16 @@ def read_parameter(module: nn.Module, name: str, spec: ShardingSpec, tensors: Sl
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"Expected {_kind(owner)}.{attribute} to be a Tensor, but found {_kind(tensor)}")
     if isinstance(tensor, ShardedTensor):
-        raise ValueError(f"param: {name} is sharded already; to divide it in another way, call its reshard()")
+        raise ValueError(f"param: {name} is already sharded; to shard it differently, call its reshard()")
     if is_lazy(tensor):
         raise ValueError(f"param: {name} has no size yet; run the module once before it is sharded")
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError(f"param: {name} is not a contiguous Tensor")
     first = (owner, attribute)
     if not tensor.is_leaf or attribute not in (*dict(_tensors_of(owner)), *owner.__dict__):
-        raise ValueError(f"{_kind(owner)}.{attribute} is computed; shard what it is computed from")
+        raise ValueError(
+            f"{_kind(owner)}.{attribute} is a computed attribute; shard the tensor that it is computed from"
+        )
     return Step(name, spec, [first, *(slot for slot in tensors.get(id(tensor), []) if slot != first)])
 
 
@@ -174,7 +176,8 @@ def _check_sharders(steps: Steps) -> None:
             if any(id(owner) in inside for owner, _ in step.slots):
                 raise RuntimeError(
                     f"ShardingPlan is in-valid, trying to shard a parameter: {step.name}, which is in the module of a "
-                    f"Sharder: {sharder.name}; parameter sharding should not conflict with the submodule tree of a Sharder"
+                    f"Sharder: {sharder.name}; parameter sharding should not conflict with the submodule tree of a "
+                    f"Sharder"
                 )
         for other in steps.sharders:
             if other is not sharder and id(other.value) in inside:
@@ -186,7 +189,7 @@ def _check_sharders(steps: Steps) -> None:
 
 @dataclass(slots=True)
 class Work:
-    """What is to be done, and by which processes."""
+    """The steps to do, and the processes that do them."""
 
     group: GroupBackend | None  # all ranks; None over RPC workers
     steps: Steps = field(default_factory=Steps)
@@ -202,7 +205,7 @@ def prepare(
 ) -> Work:
     """Check everything, here and on all ranks.
 
-    `specs` are all that are in the plan: they tell which ranks take part even if `read`, which checks the plan against the
+    `specs` are all specs of the plan: they determine which ranks take part even if `read`, which checks the plan against the
     module, raises.
     """
     group = find_group(specs, process_group)
@@ -247,7 +250,7 @@ def specs_in(plan: Any) -> list[ShardingSpec]:
 
 
 def run_sharders(work: Work) -> list[nn.Module]:
-    """Return what the `Sharder`s make, if all of them, on all ranks, make what can be used."""
+    """Return the modules of the `Sharder`s, if all of them are valid on all ranks."""
     steps, made = work.steps, list[nn.Module]()
 
     def run() -> None:
@@ -273,12 +276,12 @@ def _run_sharder(step: Step) -> nn.Module:
 
 
 def divide_parameters(work: Work, src_rank: int) -> None:
-    """Put sharded tensors where the module has parameters, one after the other; nothing here keeps the originals."""
+    """Replace the parameters by sharded tensors, one by one; nothing here keeps the originals."""
     for step, where, has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
         tensor = step.value
         if type(step.how).shard is ShardingSpec.shard:
             made = divide_tensor(where, tensor, step.how, src_rank, has_values)
-        else:  # a class of its own has its own way
+        else:  # other classes have their own method
             group = where[0].group if isinstance(where[0], GroupBackend) else None
             made = _shard_by_own_spec(step.how, tensor, src_rank, group)
         if isinstance(tensor, nn.Parameter):
@@ -293,7 +296,7 @@ def _shard_by_own_spec(spec: ShardingSpec, tensor: torch.Tensor, src_rank: int, 
 
 
 Inventory = dict[str, tuple[list[int], str, bool]]
-"""Plain tensors that stay as they are, by name: size, dtype, and whether they have data."""
+"""Plain tensors that are not sharded, by name: size, dtype, and whether they have data."""
 
 
 def _take_inventory(module: nn.Module, steps: Steps) -> Inventory:
@@ -322,7 +325,7 @@ def _find_lacking(inventories: Sequence[Inventory], source: int) -> dict[str, li
                 )
             if there[2]:
                 found.setdefault(name, []).append(rank)
-    return dict(sorted(found.items()))  # all ranks must go through them in the same order
+    return dict(sorted(found.items()))  # the same order on all ranks
 
 
 def send_lacking(work: Work, module: nn.Module, source: int) -> None:
@@ -341,7 +344,7 @@ def send_lacking(work: Work, module: nn.Module, source: int) -> None:
 
 
 def _own_device(work: Work) -> str:
-    """Return where this rank's shards are to be, and so all that it lacks."""
+    """Return the device of this rank's shards, where tensors that it lacks go, too."""
     for backend, metadata, layout in work.placed:
         for number in layout.numbers_at(backend.own_place):
             if number < len(metadata.shards_metadata):

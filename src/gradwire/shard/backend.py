@@ -1,11 +1,11 @@
-"""The operations that everything on sharded tensors is written in, so that each function of torch is implemented once.
+"""The primitives of all operations on sharded tensors, so that each function of torch is implemented once.
 
 A backend knows where the parts of tensors are and how functions get to them. There are two. In a **process group**
 (`group_backend`) every rank runs the same program and handles its own parts. Over **RPC workers** (`worker_backend`) one
 worker runs the program and handles all parts, which are references to tensors elsewhere.
 
-    run         a function of parts, where they are; what it returns stays there
-    move        from one layout to another; what is moved keeps its gradient, which goes back the same way
+    run         a function of parts, where they are; the results stay there
+    move        from one layout to another; gradients take the same way back
     replicate   parts -> the same plain tensor for every participant
     divide      such a tensor -> parts
     spread      every participant's own rows -> parts
@@ -32,21 +32,22 @@ Part = torch.Tensor | RRef[Any]
 """A tensor that is here, or a reference to one that is not."""
 
 Request = tuple[torch.Tensor, ...]
-"""What is asked of one part: tensors of one dimension, of any length."""
+"""A request to one part: one-dimensional tensors of any length."""
 
 Answerer = Callable[[torch.Tensor, Request, Any], torch.Tensor]
-"""Answers what all participants ask of one part: all answers, one after the other.
+"""Answers the requests of all participants to one part; returns all answers, concatenated.
 
-Gets the part, all requests, joined tensor by tensor, and the setting of the part.
+Its arguments are the part, all requests, joined tensor by tensor, and the setting of the part.
 """
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a process asks of all parts of a tensor.
+    """A process's requests to all parts of a tensor.
 
-    Requests are to all boxes, also those this process does not handle. All participants' have as many tensors, of the same
-    dtypes.
+    There is a request for every box, also for those that this process does not handle. The requests of all participants
+    have the
+    same number of tensors, of the same dtypes.
     """
 
     function: Answerer  # must be importable by name everywhere
@@ -54,14 +55,12 @@ class Question:
     settings: Sequence[Any]  # for each box, a plain value for the function, the same for all participants
     along: int  # the position of the tensor in a request that is as long as the answer
     rests: Sequence[Sequence[int]]  # the other dimensions of the answers of each box
-    like: torch.Tensor  # tells dtype and device of the answers
+    like: torch.Tensor  # has the dtype and device of the answers
     error: Exception | None = None  # why this process cannot ask; all participants raise then
-    asks_all: bool = (
-        False  # whether parts of which nothing is wanted are asked, too, so that they take part in backward
-    )
+    asks_all: bool = False  # whether parts without a request are called, too, so that they take part in backward
 
     def shape(self, number: int) -> tuple[int, ...]:
-        """Return the shape of the answer that a box gives to this process."""
+        """Return the shape of a box's answer to this process."""
         return self.requests[number][self.along].size(0), *self.rests[number]
 
 
@@ -98,7 +97,7 @@ class Backend(ABC):
 
         Args:
             function: Must be importable by name everywhere: at the top of a module, or of torch.
-            layout: Tells where.
+            layout: Places of the parts.
             columns: For each part, its arguments: parts, tensors that are here, or plain values.
             constants: Plain values, the same for all.
         """
@@ -128,7 +127,7 @@ class Backend(ABC):
 
     @abstractmethod
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
-        """Ask every part something, and return the answers of all boxes, all of them here.
+        """Send requests to all parts, and return the answers of all boxes here.
 
         Tensors in requests and answers keep their gradients, except for integers. If the question has an error, this
         raises it, and the other participants raise RuntimeError.
@@ -136,7 +135,7 @@ class Backend(ABC):
 
     @abstractmethod
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every participant's numbers, in the order of `participants`. All must pass as many."""
+        """Return every participant's numbers, in the order of `participants`. All must pass the same number."""
 
     @abstractmethod
     def gather_objects(self, value: Any) -> list[Any]:
@@ -144,7 +143,7 @@ class Backend(ABC):
 
     @abstractmethod
     def settle(self, parts: Sequence[Part] = ()) -> None:
-        """Wait until every function that was started has ended, so that what it reads may be changed in place.
+        """Wait until every started function has ended, so that its inputs may be changed in place.
 
-        If one of `parts` could not be made, its error is raised.
+        If one of `parts` could not be computed, its error is raised.
         """

@@ -1,4 +1,4 @@
-"""Makes sharded tensors: from nothing, from a plain tensor, and from the shards that each rank has."""
+"""Creates sharded tensors: empty or filled ones, from a plain tensor, and from local shards."""
 
 from __future__ import annotations
 
@@ -41,32 +41,32 @@ class Options(TypedDict, total=False):
 
 
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a sharded tensor with undefined elements; options are those of `ShardedTensor`."""
+    """Create a sharded tensor with undefined elements; options as for `ShardedTensor`."""
     return _create("empty", sharding_spec, size, options)
 
 
 def ones(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a sharded tensor of ones; options are those of `ShardedTensor`."""
+    """Create a sharded tensor of ones; options as for `ShardedTensor`."""
     return _create("ones", sharding_spec, size, options)
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a sharded tensor of zeros; options are those of `ShardedTensor`."""
+    """Create a sharded tensor of zeros; options as for `ShardedTensor`."""
     return _create("zeros", sharding_spec, size, options)
 
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a sharded tensor of uniform random numbers; options are those of `ShardedTensor`."""
+    """Create a sharded tensor of uniform random numbers; options as for `ShardedTensor`."""
     return _create("rand", sharding_spec, size, options)
 
 
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a sharded tensor of normal random numbers; options are those of `ShardedTensor`."""
+    """Create a sharded tensor of normal random numbers; options as for `ShardedTensor`."""
     return _create("randn", sharding_spec, size, options)
 
 
 def full(sharding_spec: ShardingSpec, size: Any, fill_value: Any, **options: Unpack[Options]) -> ShardedTensor:
-    """Make a sharded tensor of one value; options are those of `ShardedTensor`."""
+    """Create a sharded tensor of one value; options as for `ShardedTensor`."""
     if "dtype" not in options or options["dtype"] is None:
         options["dtype"] = torch.full((), fill_value).dtype
     return _create("full", sharding_spec, (size,), options, fill_value)
@@ -97,7 +97,7 @@ def _device(metadata: ShardedTensorMetadata, number: int) -> Any:
     """Return the device of a shard; places without shards use the kind of the first."""
     shards = metadata.shards_metadata
     placement = shards[number if number < len(shards) else 0].placement
-    assert placement is not None  # the backend was chosen by it
+    assert placement is not None  # it determined the backend
     device = placement.device()
     if number >= len(shards) and device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())  # not that of another rank
@@ -135,7 +135,7 @@ def _flat(size: Sequence[Any]) -> Sequence[Any]:
 def _create_tensor_from_params(
     *size: Any, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
-    """Make one shard with undefined elements: PyTorch's private name."""
+    """Create one shard with undefined elements: PyTorch's private name."""
     return torch.empty(*size, device=local_device, **vars(tensor_properties))
 
 
@@ -143,14 +143,14 @@ def _create_tensor_from_params(
 
 
 def shard_tensor(tensor: torch.Tensor, sharding_spec: ShardingSpec, src_rank: int, process_group: Any) -> ShardedTensor:
-    """Do what `ShardingSpec.shard` documents.
+    """Shard a tensor; see `ShardingSpec.shard`.
 
-    Every shard goes straight to its place; the source sends no more than all of them, and copies a few megabytes at a time.
+    Every shard is sent directly to its place; the source sends each element once, and copies a few megabytes at a time.
     """
     found = find_group([sharding_spec], process_group)
     if found is None:
         backend, _, _ = placed(tensor, sharding_spec, process_group)
-        found = backend if isinstance(backend, GroupBackend) else None  # specs of other classes tell only now
+        found = backend if isinstance(backend, GroupBackend) else None  # for specs of other classes, known only now
     group, has_values = found, not tensor.is_meta
 
     def propose() -> Proposal:
@@ -174,7 +174,7 @@ Placed = tuple[Backend, ShardedTensorMetadata, Layout]
 
 
 def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> Placed:
-    """Return where the parts of a tensor are to go. Nothing is moved or sent."""
+    """Return the places of the parts of a tensor. Nothing is moved or sent."""
     if tensor.layout != torch.strided or not tensor.is_contiguous():
         raise ValueError("input tensor is not a contiguous Tensor; pass tensor.contiguous()")
     metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
@@ -185,7 +185,7 @@ def placed(tensor: torch.Tensor, spec: ShardingSpec, process_group: Any) -> Plac
 def divide_tensor(
     where: Placed, tensor: torch.Tensor, spec: ShardingSpec, src_rank: int, has_values: bool
 ) -> ShardedTensor:
-    """Divide a tensor, once all ranks have agreed to do so; see `shard_tensor`."""
+    """Shard a tensor, after all ranks have agreed; see `shard_tensor`."""
     backend, metadata, layout = where
     devices = [str(_device(metadata, number)) for number in range(len(layout.boxes))]
     source: Place = src_rank if isinstance(backend, GroupBackend) else backend.own_place
@@ -201,7 +201,7 @@ def check_source(group: GroupBackend | None, src_rank: Any) -> None:
 # -- from a source to its shards --------------------------------------------------------------------------------------
 
 ROUND_BYTES = 16 * 2**20
-"""How much is on its way at a time, of all shards together."""
+"""Bytes in flight at a time, of all shards together."""
 
 _MIN_PIECE_BYTES = 2**18
 
@@ -209,16 +209,17 @@ _MIN_PIECE_BYTES = 2**18
 def scatter(
     backend: Backend, tensor: torch.Tensor, source: Place, layout: Layout, devices: Sequence[str], has_values: bool
 ) -> list[Part]:
-    """Return the parts of a tensor, each with memory of its own, as leaves.
+    """Return the parts of a tensor, each with its own memory, as leaves.
 
-    The tensor has the same size and dtype everywhere, and may be without data (``meta``) where it is not the source's. If
-    the source's has no data either (`has_values`), the elements of parts are undefined.
+    The tensor has the same size and dtype everywhere, and needs data only on the source: elsewhere it may be ``meta``.
+    If the
+    source has no data either (`has_values`), the elements of parts are undefined.
     """
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
     own_devices = [devices[number] for number in backend.box_numbers(layout)]
     with torch.no_grad():
         if has_values and isinstance(backend, GroupBackend):
-            # What is moved between ranks goes in pieces anyway.
+            # Moves between ranks are split into pieces anyway.
             like = torch.empty(0, dtype=tensor.dtype, device="cpu" if tensor.is_meta else tensor.device)
             held = [tensor.detach()] if backend.own_place == source else []
             old = Layout((whole(tensor.size()),), (source,))
@@ -265,7 +266,7 @@ def rounds(boxes: Sequence[Box], element_size: int) -> Iterator[list[tuple[int, 
 
 
 _keys = itertools.count()
-_offered: dict[int, list[RRef[Shard]]] = {}  # to other ranks, while a tensor is being made
+_offered: dict[int, list[RRef[Shard]]] = {}  # to other ranks, while a tensor is being created
 
 
 def _take_offered(key: int) -> list[RRef[Shard]]:
@@ -275,7 +276,7 @@ def _take_offered(key: int) -> list[RRef[Shard]]:
 def share_references(tensor: ShardedTensor) -> ShardedTensor:
     """Give every rank references to the shards of all others that have some, and return the tensor.
 
-    All ranks there are must call it, also those outside of the tensor's process group: they get references, too.
+    All ranks must call it, also those outside of the tensor's process group, which get references, too.
     """
     if not isinstance(tensor._backend, GroupBackend):
         return tensor
@@ -308,18 +309,19 @@ def share_references(tensor: ShardedTensor) -> ShardedTensor:
 def init_from_local_shards(
     local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None, init_rrefs: bool = False
 ) -> ShardedTensor:
-    """Make a sharded tensor of the shards that each rank has.
+    """Create a sharded tensor from the local shards of each rank.
 
     Args:
-        local_shards: Those of this rank; may be empty.
-        global_size: Of the whole. With ``None`` for a length that is not known, shards are taken to be consecutive rows, in
-            the order of the ranks; size and offsets are found from that, and written to the metadata of the shards.
-        process_group: The ranks; None for the default group.
-        init_rrefs: Whether ranks make references to their shards for each other; see `share_references`.
+        local_shards: Shards of this rank; may be empty.
+        global_size: Size of the whole tensor. With ``None`` for an unknown length, shards are consecutive rows in the
+            order of
+            the ranks; size and offsets are computed from that, and written to the metadata of the shards.
+        process_group: The process group; None for the default group.
+        init_rrefs: Whether ranks create references to their shards for each other; see `share_references`.
 
     Raises:
-        ValueError: The shards of all ranks do not make up a tensor of that size, or ranks pass different sizes or
-            properties. Every rank raises it, also if only the shards of one are wrong.
+        ValueError: The shards of all ranks do not form a tensor of that size, or the ranks' sizes or properties differ. All
+            ranks raise it, also if only the shards of one rank are wrong.
     """
     backend = GroupBackend(process_group)
     is_stacked = None in _flat(global_size)
@@ -407,7 +409,7 @@ def stack_shards(shards: Sequence[ShardMetadata], dim: int) -> list[int]:
 def _rank_of(shard: ShardMetadata) -> int:
     rank = shard.placement.rank() if shard.placement is not None else None
     if rank is None:
-        raise AssertionError(f"every shard must name the rank that has it, unlike {shard}")
+        raise AssertionError(f"every shard must name its rank, and {shard} does not")
     return rank
 
 
@@ -441,11 +443,11 @@ def init_from_local_shards_and_metadata(
     init_rrefs: bool = False,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """Make a sharded tensor of the shards that each rank has, by metadata that all ranks know: nothing is exchanged.
+    """Create a sharded tensor from local shards and metadata that all ranks know, without communication.
 
     Raises:
         ValueError: The metadata does not describe a tensor, or this rank's shards do not fit it.
-        RuntimeError: This rank has more or fewer shards than the metadata says.
+        RuntimeError: The number of local shards does not match the metadata.
     """
     shards = sharded_tensor_metadata.shards_metadata
     spec = _check_metadata(sharded_tensor_metadata, sharding_spec)
@@ -487,14 +489,14 @@ def describe_local_shards(
     sharded_tensor_metadata: ShardedTensorMetadata,
     sharding_spec: ShardingSpec | None = None,
 ) -> ShardedTensor:
-    """Make a sharded tensor without a process group, such as in a tool that reads the shards of all ranks.
+    """Create a sharded tensor without a process group, such as in a tool that reads the shards of all ranks.
 
-    It has `metadata` and `local_shards`, and no operations.
+    It has `metadata` and `local_shards`, but no operations.
 
     Args:
-        local_shards: Those that are here, of any ranks; they need not be contiguous.
-        sharded_tensor_metadata: Of the whole.
-        sharding_spec: How it is divided; if not given, it is found from the metadata.
+        local_shards: Available shards, of any ranks; they need not be contiguous.
+        sharded_tensor_metadata: Metadata of the whole tensor.
+        sharding_spec: The sharding; by default inferred from the metadata.
 
     Raises:
         ValueError: The metadata does not describe a tensor, or a shard is not in it.
@@ -518,19 +520,19 @@ def init_from_local_tensor(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Make a sharded tensor of the one shard that each rank has, by a spec that all ranks know: nothing is exchanged.
+    """Create a sharded tensor from one shard per rank and a spec that all ranks know, without communication.
 
-    A rank that has no shard in the spec passes a tensor, too; only its dtype and `requires_grad` count.
+    A rank without a shard in the spec passes a tensor, too; only its dtype and `requires_grad` are used.
 
     Args:
         local_tensor: The shard of this rank; it is used, not copied.
-        sharding_spec: How the whole is divided.
-        global_size: Of the whole.
-        process_group: None for the default group.
-        init_rrefs: Whether ranks make references to their shards for each other.
+        sharding_spec: How the whole tensor is sharded.
+        global_size: Size of the whole tensor.
+        process_group: The process group; None for the default group.
+        init_rrefs: Whether ranks create references to their shards for each other.
 
     Raises:
-        ValueError: The tensor is not contiguous, is not of the size that the spec says, or the spec does not fit the size.
+        ValueError: The tensor is not contiguous, does not have the size of its shard, or the spec does not fit the size.
     """
     if not local_tensor.is_contiguous():
         raise ValueError("local_tensor is not a contiguous Tensor; pass local_tensor.contiguous()")
@@ -556,7 +558,7 @@ ShardedTensor._init_from_local_shards_and_global_metadata = staticmethod(init_fr
 def build_metadata_from_local_shards(
     local_shards: Sequence[Shard], global_size: torch.Size, current_rank: int, pg: Any
 ) -> ShardedTensorMetadata:
-    """Return what one rank knows of a tensor, from its shards; at least one."""
+    """Return one rank's metadata of a tensor from its shards, of which there must be at least one."""
     if not local_shards:
         raise AssertionError("must have local shards!")
     first = TensorProperties.create_from_tensor(local_shards[0].tensor)

@@ -1,7 +1,8 @@
 """Finds the implementation of a torch function that was called with a sharded tensor.
 
-Looked up in this order: what a program registered for the function, what it registered for the function and the class of
-the spec, and gradwire's own.
+Order of the lookup: an implementation that the program registered for the function, one that it registered for the
+function and
+the class of the spec, and gradwire's own.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ def implements(*functions: Callable[..., Any]) -> Callable[[I], I]:
 
 
 def custom_sharded_op_impl(func: Callable[..., Any]) -> Callable[[C], C]:
-    """Register what a torch function does with sharded tensors, in place of gradwire's own implementation.
+    """Register an implementation of a torch function for sharded tensors, in place of gradwire's own.
 
     Args:
         func: The function, such as ``torch.nn.functional.linear`` or ``torch.Tensor.add_``.
 
     Returns:
-        A decorator for a function of ``(types, args, kwargs, process_group)``. It raises TypeError for one that cannot be
-        called like this.
+        A decorator for a function of ``(types, args, kwargs, process_group)``. It raises TypeError for another
+        signature.
     """
     return _registrar(_custom, func)
 
@@ -53,7 +54,7 @@ _sharded_op_impl = custom_sharded_op_impl
 
 
 def custom_sharding_spec_op(sharding_spec_class: type, func: Callable[..., Any]) -> Callable[[C], C]:
-    """Register what a torch function does with tensors that are divided by one class of spec.
+    """Register an implementation of a torch function for tensors with one class of spec.
 
     Args:
         sharding_spec_class: The class of the spec itself, not a base of it.
@@ -106,7 +107,7 @@ def _call_custom(implementation: CustomImplementation, *args: Any) -> Any:
 
 
 def unsupported(func: Any, why: str = "") -> RuntimeError:
-    """Make the error for a function that sharded tensors do not implement, or not in this form."""
+    """Return the error for a function that sharded tensors do not implement, or not with these arguments."""
     name = getattr(func, "__name__", str(func))
     if name in ("__get__", "__set__"):
         name = f"{getattr(func.__self__, '__name__', '?')} ({'reading' if name == '__get__' else 'setting'} it)"

@@ -34,24 +34,26 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
     """Return the same tensor as a `DTensor`; every rank of its group calls it.
 
     Args:
-        tensor: One of a process group.
-        device_mesh: The mesh; if not given, all ranks of the group in their order.
+        tensor: A sharded tensor of a process group.
+        device_mesh: The mesh; by default all ranks of the group in order.
 
     Raises:
-        ValueError: It belongs to RPC workers, or is divided in a way that a DTensor on that mesh cannot be.
+        ValueError: It belongs to RPC workers, or its sharding cannot be expressed by a DTensor on that mesh.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
     backend = tensor._backend
     if not isinstance(backend, GroupBackend):
-        raise ValueError("a DTensor is divided among the ranks of a process group, and this tensor among RPC workers")
+        raise ValueError(
+            "a DTensor is sharded over the ranks of a process group, but this tensor is sharded over RPC workers"
+        )
     mesh = device_mesh if device_mesh is not None else DeviceMesh.from_group(backend._group, tensor.device.type)
     dims = _find_dims(tensor, backend, mesh)
     if dims is None:
         raise ValueError(
-            f"{tensor!r} is divided in a way that a DTensor on {mesh} cannot be: each rank must have one chunk, as "
-            f"torch.chunk makes them, in the order of the mesh. redistribute() it by such a spec first"
+            f"{tensor!r} is sharded in a way that a DTensor on {mesh} cannot express: each rank must have one chunk, "
+            f"as torch.chunk makes them, in the order of the mesh. redistribute() it by such a spec first"
         )
     local = _local_part(tensor, _boxes_on(mesh, dims, tensor.size())[dist.get_rank()])
     stride = torch.empty(tensor.size(), device="meta").stride()
@@ -139,8 +141,8 @@ def _dims_of(dtensor: DTensor) -> list[int]:
             dims.append(0)
         else:
             raise ValueError(
-                f"a DTensor that is {placement} along axis {axis} of its mesh cannot be a ShardedTensor, which has each "
-                f"element once; redistribute it to Shard(...) first"
+                f"a DTensor that is {placement} along axis {axis} of its mesh cannot be a ShardedTensor, which has "
+                f"each element once; redistribute it to Shard(...) first"
             )
     return dims
 

@@ -26,23 +26,24 @@ Parameters = torch.Tensor | Iterable[torch.Tensor]
 def clip_grad_norm_(
     parameters: Parameters, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
 ) -> torch.Tensor:
-    """Scale all gradients, in place, so that the norm of all of them together is at most that.
+    """Scale all gradients in place so that their total norm is at most `max_norm`.
 
-    Every rank must call it, with the same parameters. Shards count where they are; a parameter that is not sharded counts
-    once, and its gradient must be the same on all ranks.
+    Every rank must call it with the same parameters. A parameter that is not sharded counts once, and its gradient must
+    be the
+    same on all ranks.
 
     Args:
-        parameters: Sharded ones and others.
-        max_norm: The limit.
+        parameters: Parameters, sharded or not.
+        max_norm: Upper limit of the norm.
         norm_type: 2 for the Euclidean norm; ``inf`` for the largest magnitude.
-        error_if_nonfinite: Raise if the norm is infinite or not a number; nothing is scaled then.
+        error_if_nonfinite: Raise if the norm is infinite or NaN; nothing is scaled then.
 
     Returns:
-        The norm before, the same on every rank.
+        The norm before clipping, the same on every rank.
 
     Raises:
-        ConfigurationError: A parameter is divided among RPC workers.
-        OptimizerError: The norm is not finite, and that is an error.
+        ConfigurationError: A parameter is sharded over RPC workers.
+        OptimizerError: The norm is not finite, and `error_if_nonfinite` is set.
     """
     found, norm_type = _as_list(parameters), float(norm_type)
     total = total_norm(_norms(found, norm_type), norm_type, error_if_nonfinite)
@@ -54,14 +55,14 @@ def clip_grad_norm_(
 
 
 def clip_grad_value_(parameters: Parameters, clip_value: float) -> None:
-    """Clamp all gradients of this rank between that value and its negative.
+    """Clamp all gradients of this rank to ``[-clip_value, clip_value]``.
 
     Args:
-        parameters: Sharded ones and others.
-        clip_value: The limit.
+        parameters: Parameters, sharded or not.
+        clip_value: Largest magnitude of an element.
 
     Raises:
-        ConfigurationError: A parameter is divided among RPC workers.
+        ConfigurationError: A parameter is sharded over RPC workers.
     """
     for part in _parts(_as_list(parameters)):
         if part.grad is not None:
@@ -73,8 +74,8 @@ def _as_list(parameters: Parameters) -> list[torch.Tensor]:
     for item in found:
         if isinstance(item, ShardedTensor) and not isinstance(item._backend, GroupBackend):
             raise ConfigurationError(
-                "gradients of a parameter that is divided among RPC workers are in contexts; use clip_grad_norm_ and "
-                "clip_grad_value_ of gradwire.optim.DistributedOptimizer"
+                "gradients of a parameter that is sharded over RPC workers are kept in contexts; use clip_grad_norm_ "
+                "and clip_grad_value_ of gradwire.optim.DistributedOptimizer"
             )
     return found
 

@@ -50,8 +50,8 @@ class GroupBackend(Backend):
     def _check_member(self) -> None:
         if not self.is_member:
             raise RuntimeError(
-                "this rank is not in the process group of the sharded tensor, so it has no part of it and cannot take part "
-                "in operations of its members; call them on the members only"
+                "this rank is not in the process group of the sharded tensor, so it holds no shard and cannot join "
+                "operations of the members; call them on the members only"
             )
 
     @property
@@ -195,7 +195,7 @@ def agree(group: Any, prepare: Callable[[], Proposal], may_differ: Sequence[str]
         for name in first:
             if name not in may_differ and other[name] != first[name]:
                 raise ValueError(
-                    f"the ranks are not about to do the same: {name}={first[name]} on rank 0 does not match with "
+                    f"the ranks made different calls: {name}={first[name]} on rank 0 does not match "
                     f"{name}={other[name]} on rank {rank}"
                 )
     return proposals
@@ -240,10 +240,10 @@ class _Inquiry:
         told = found.view(len(self.boxes), num_mine, _MAX_TENSORS)
         for rank, of_rank in enumerate(told[:, 0].tolist()):
             if of_rank[0] == _FAILED:
-                raise RuntimeError(f"failed on rank {rank}, whose error says why; no rank goes on")
+                raise RuntimeError(f"failed on rank {rank}, which raises the cause; no rank continues")
             if _MAX_TENSORS - of_rank.count(_NO_TENSOR) != num_tensors:
                 raise RuntimeError(
-                    f"rank {rank} calls it in another way: per_sample_weights are for all ranks or for none"
+                    f"rank {rank} made a different call: pass per_sample_weights on all ranks or on none"
                 )
         told = told[:, :, :num_tensors]
         self.counts = told.div(2, rounding_mode="floor").tolist()

@@ -1,4 +1,4 @@
-"""Metadata of sharded tensors: where shards lie, where they are, and what they have in common."""
+"""Metadata of sharded tensors: offsets, sizes and placements of shards, and the properties that they share."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Placement = str | RemoteDevice
 
 @dataclass
 class ShardMetadata:
-    """Where one shard lies in the tensor, and the place that has it.
+    """Offsets, sizes and placement of one shard.
 
     Args:
-        shard_offsets: Its first element, along every dimension.
-        shard_sizes: Its extent along every dimension.
+        shard_offsets: Index of its first element, along every dimension.
+        shard_sizes: Its size along every dimension.
         placement: ``"rank:1/cpu"`` in a process group, ``"worker1/cpu"`` among RPC workers.
 
     Raises:
-        ValueError: The two do not fit together, or one of them is negative.
+        ValueError: Offsets and sizes have different lengths, or one of them is negative.
     """
 
     shard_offsets: list[int]
@@ -74,7 +74,7 @@ _FORMATS = {
 
 @dataclass
 class TensorProperties:
-    """What all shards of a tensor have in common."""
+    """Properties that all shards of a tensor share."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -84,7 +84,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """Return those of a plain tensor."""
+        """Return the properties of a plain tensor."""
         return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad, pin_memory=tensor.is_pinned())
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -102,7 +102,7 @@ class TensorProperties:
 
 @dataclass
 class ShardedTensorMetadata:
-    """A sharded tensor: its shards, its size, and what the shards have in common."""
+    """A sharded tensor's shards, size, and the properties that all shards share."""
 
     shards_metadata: list[ShardMetadata] = field(default_factory=list)
     size: torch.Size = field(default_factory=lambda: torch.Size([]))
@@ -115,7 +115,7 @@ class Shard:
 
     Args:
         tensor: The part.
-        metadata: Where it lies in the whole.
+        metadata: Its place in the whole tensor.
     """
 
     tensor: torch.Tensor
@@ -136,7 +136,7 @@ class Shard:
 
     @classmethod
     def from_tensor_and_offsets(cls, tensor: torch.Tensor, shard_offsets: list[int], rank: int) -> Shard:
-        """Make a shard of a rank, from the tensor and where it begins.
+        """Create a shard of a rank from a tensor and its offsets.
 
         Raises:
             ValueError: The offsets do not fit the tensor.
@@ -146,12 +146,12 @@ class Shard:
 
 
 def make_shard(part: RRef[Any], metadata: ShardMetadata) -> Shard:
-    """Make a shard of a part, on the worker that has it."""
+    """Create a shard of a part, on the worker that holds it."""
     return Shard(part.to_here(), metadata)
 
 
 def join_shards(shards: Sequence[Shard]) -> torch.Tensor:
-    """Return shards that make up a box as one tensor."""
+    """Return shards that form a box as one tensor."""
     boxes = [shard.metadata.box for shard in shards]
     starts = [min(along) for along in zip(*(box.offsets for box in boxes), strict=True)]
     ends = [max(map(sum, along)) for along in zip(*(box.ranges for box in boxes), strict=True)]
@@ -172,5 +172,5 @@ def narrow_tensor_by_index(tensor: torch.Tensor, offsets: Sequence[int], sizes: 
 
 
 def narrow_tensor(tensor: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """Return a view of the part of a tensor that a shard is to have."""
+    """Return a view of the part of a tensor that belongs to a shard."""
     return narrow_tensor_by_index(tensor, metadata.shard_offsets, metadata.shard_sizes)

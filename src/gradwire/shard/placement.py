@@ -56,7 +56,8 @@ def _kind(placement: RemoteDevice | None) -> str:
     if placement.worker_name() is not None:
         return "worker"
     raise ValueError(
-        f"placement {placement} names only a device; say whose: 'rank:0/{placement}' or 'worker0/{placement}'"
+        f"placement {placement} names only a device; name its worker, too: 'rank:0/{placement}' or "
+        f"'worker0/{placement}'"
     )
 
 

@@ -5,12 +5,15 @@
     all ranks get everything: the same, with a box of the whole tensor on every rank
     reshard   old shards                ->  new shards
 
-All ranks make the same plan without a message: each rank sends another exactly the elements that it has and that belong
-there. Gradients of what was moved go the other way, and elements that went to several ranks add up (`is_sum`).
+All ranks compute the same plan without messages: each rank sends another exactly the elements that it has and that
+belong there.
+Gradients take the opposite way, and those of elements that went to several ranks are added up (`is_sum`).
 
-What is little goes in one exchange of all ranks. What is much goes in pieces, straight from the old parts and into the new
-ones where these pieces are in one place in memory: memory that was not used before is slow, and a copy of everything needs
-a lot of it. Pieces that are not go through two small buffers each way, which one fills while the other is on its way.
+Small moves are one exchange between all ranks. Large ones are split into pieces, which are sent directly from the old
+parts into
+the new ones where they are contiguous: fresh memory is slow, and a copy of everything needs a lot of it. Other pieces
+go through
+two small buffers each way, of which one is filled while the other is being sent.
 """
 
 from __future__ import annotations
@@ -43,12 +46,12 @@ def collective(group: Any, what: str) -> Iterator[None]:
             raise
         names = " and ".join(f"rank {rank}" for rank in lost) or "a rank"
         happened = (
-            "is gone" if lost else "did not take part in time; do all ranks make the same calls in the same order"
+            "is gone" if lost else "did not join in time (check that all ranks make the same calls in the same order)"
         )
         raise WorkerLost(
             f"{names} of the process group {happened} ({what}, seen by rank {dist.get_rank(group)} of "
-            f"{dist.get_world_size(group)}). The group cannot be used any more: start again from a checkpoint. "
-            f"Error of the backend: {error}",
+            f"{dist.get_world_size(group)}). The group can no longer be used: restart from a checkpoint. Backend "
+            f"error: {error}",
             names,
         ) from error
 
@@ -68,14 +71,14 @@ def _find_lost(group: Any) -> list[int]:
 
 
 PIECE_BYTES = 2**20
-"""What goes at a time, from one rank to another."""
+"""Bytes that one rank sends to another at a time."""
 
 _MAX_EXCHANGE_BYTES = 2**22  # of all ranks together
 
 
 @dataclass(slots=True)
 class Traffic:
-    """Counts of what this process has sent to others by moves."""
+    """Counts what this process has sent to others by moves."""
 
     num_messages: int = 0
     num_bytes: int = 0
@@ -115,7 +118,7 @@ def _plan(old: Layout, new: Layout, rank: int) -> _Plan:
 
 @dataclass(slots=True)
 class _Ends:
-    """Where moves begin and end on this rank."""
+    """Sources and destinations of moves on this rank."""
 
     old: Layout
     new: Layout
@@ -147,8 +150,8 @@ def move(
 ) -> list[torch.Tensor]:
     """Return this rank's boxes of the new layout, in order. Every rank of the group must call it with the same layouts.
 
-    `like` tells dtype and device, also where there is no tensor. With `is_sum`, elements that several old boxes have add up;
-    else they must be in one only.
+    `like` gives dtype and device, also where there is no tensor. With `is_sum`, elements in several old boxes are added up;
+    otherwise each must be in one box only.
     """
     rank = dist.get_rank(group)
     plan = _plan(old, new, rank)
@@ -188,7 +191,7 @@ def _size(items: Sequence[Move]) -> int:
 def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: Any) -> torch.Tensor:
     """Send a piece of a flat tensor to every rank, and return a flat tensor of a piece from every rank.
 
-    `sent` and `received` tell how many elements go to and come from each rank; all of them must call it.
+    `sent` and `received` are the numbers of elements to and from each rank; all ranks must call it.
     """
     rank, width = dist.get_rank(group), flat.element_size()
     for peer, number in enumerate(sent):
@@ -236,7 +239,7 @@ class _Pipe:
         self._waiting: tuple[Any, Move | None, torch.Tensor | None] | None = None
 
     def step(self, to: int, sent: Move | None, origin: int, received: Move | None) -> None:
-        """Send one piece and receive one, if there are any; return when those before it are where they belong."""
+        """Send one piece and receive one, if there are any; return when the previous ones have arrived."""
         operations, buffer = [], None
         if received is not None:
             target = self._ends.target(received)
@@ -254,7 +257,7 @@ class _Pipe:
         self._turn = 1 - self._turn
 
     def drain(self) -> None:
-        """Wait until all that was sent has left and all that was received is where it belongs."""
+        """Wait until all pieces have been sent and received."""
         if self._waiting is None:
             return
         requests, received, buffer = self._waiting

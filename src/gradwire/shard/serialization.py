@@ -63,7 +63,7 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     """Return the metadata and the spec that `describe` was given."""
     size, shards, dtype, requires_grad, pin_memory, spec = described
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is needed, not {dtype!r}")
+        raise TypeError(f"expected a dtype, not {dtype!r}")
     if not isinstance(size, Sequence) or len(size) > _MOST_DIMS or len(shards) > _MOST_SHARDS:
         raise ValueError(f"a size of at most {_MOST_DIMS} dimensions and at most {_MOST_SHARDS} shards are needed")
     found = [
@@ -84,8 +84,8 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
 def _pack(tensor: ShardedTensor) -> tuple[Any, ...]:
     if not isinstance(tensor._backend, WorkerBackend):
         raise CannotSend(
-            f"{tensor!r} cannot be sent: it belongs to a process group, and every rank has its own parts of it. Send "
-            "local_tensor() or full_tensor(), or divide it among RPC workers (placements such as 'worker0/cpu')"
+            f"{tensor!r} cannot be sent: it belongs to a process group, and every rank holds its own shards. Send "
+            f"local_tensor() or full_tensor(), or shard it over RPC workers (placements such as 'worker0/cpu')"
         )
     batch = tensor._batch.boxes[0].sizes if tensor._batch is not None else None
     return describe(tensor), _references(tensor), tensor._is_result, batch, tensor._is_param
@@ -105,16 +105,14 @@ def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
     """Make a tensor that came in a message. The fields are foreign data."""
     described, parts, is_result, batch, is_parameter = fields
     if not isinstance(parts, list) or not all(isinstance(part, RRef) for part in parts):
-        raise TypeError("a list of references is needed, one for each shard")
+        raise TypeError("expected a list of references, one for each shard")
     metadata, spec = restore(described)
     shards = metadata.shards_metadata
     places = [item.placement.worker_name() or "" if item.placement else "" for item in shards]
     if not all(places) or not isinstance(spec, ShardingSpec):
-        raise ValueError("not a tensor that is divided among RPC workers")
+        raise ValueError("not a tensor that is sharded over RPC workers")
     if [part.owner_name() for part in parts] != places:
-        raise ValueError(
-            f"{len(places)} references are needed, one for each shard, to a value on the worker that has it"
-        )
+        raise ValueError(f"expected {len(places)} references, one for each shard, owned by the worker of the shard")
     layout = Layout(tuple(item.box for item in shards), tuple(places))
     dtype = metadata.tensor_properties.dtype
     found = [_unwrap(part, item, dtype) for part, item in zip(parts, shards, strict=True)]
@@ -123,7 +121,7 @@ def _rebuild(fields: Sequence[Any]) -> ShardedTensor:
     if batch is not None:  # the worker that runs the program has all rows
         size = tuple(torch.Size(batch))
         if len(size) > _MOST_DIMS or any(length < 0 for length in size):
-            raise ValueError(f"{size} cannot be the size of a tensor")
+            raise ValueError(f"{size} is not a valid tensor size")
         made._batch = everywhere(size, [rpc.get_worker_info().name])
     made._is_param = bool(is_parameter)
     return made
@@ -138,7 +136,7 @@ def _unwrap(part: RRef[Any], shard: ShardMetadata, dtype: torch.dtype) -> Part:
         return part
     value = part.local_value()
     if not isinstance(value, torch.Tensor) or list(value.shape) != shard.shard_sizes or value.dtype != dtype:
-        raise ValueError(f"the reference to shard {shard} leads to another value")
+        raise ValueError(f"the reference to shard {shard} refers to another value")
     return value
 
 
@@ -163,8 +161,8 @@ class ProcessGroupState:
         for (name, then), now in zip(vars(self).items(), vars(ProcessGroupState.current(group)).values(), strict=True):
             if then != now:
                 raise RuntimeError(
-                    f"{name.replace('_', ' ').capitalize()} at save time was {then}, but at load time was {now}. To load "
-                    "on other ranks, save with gradwire.checkpoint"
+                    f"{name.replace('_', ' ').capitalize()} at save time was {then}, but at load time was {now}. To "
+                    f"load on other ranks, save with gradwire.checkpoint"
                 )
 
 
@@ -179,8 +177,8 @@ def _reduce(func: Any, tensor: ShardedTensor, protocol: Any = None) -> Any:
     backend = tensor._backend
     if not isinstance(backend, GroupBackend):
         raise pickle.PicklingError(
-            f"{tensor!r} cannot be pickled: its parts are on other workers. Pass it in the arguments or the result of a "
-            "call, save it with gradwire.checkpoint, or pickle full_tensor()"
+            f"{tensor!r} cannot be pickled: its shards are on other workers. Pass it in the arguments or the result of "
+            f"a call, save it with gradwire.checkpoint, or pickle full_tensor()"
         )
     state = astuple(ProcessGroupState.current(backend.group))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""`ShardedOptimizer`: every rank of a process group steps its own shards, and its copies of what is not sharded.
+"""`ShardedOptimizer`: every rank of a process group steps its own shards, and its copies of other parameters.
 
 Its state dict has states as sharded tensors, by the names of parameters. Over RPC workers,
 `gradwire.optim.DistributedOptimizer` takes sharded parameters instead.
@@ -36,8 +36,8 @@ def whole_matrix_problem(optimizer_class: type[Any]) -> str:
     if not issubclass(optimizer_class, _WHOLE):
         return ""
     return (
-        f"{optimizer_class.__name__} looks at a parameter as a whole, so it cannot step parts of one on their own; use "
-        f"it for parameters that are not sharded, and one that works element by element (SGD, AdamW) for those that are"
+        f"{optimizer_class.__name__} needs whole parameters, so it cannot step single shards; use it for parameters "
+        f"that are not sharded, and an element-wise optimizer (SGD, AdamW) for those that are"
     )
 
 
@@ -49,7 +49,7 @@ def named_params_with_sharded_tensor(
     Args:
         module: The module.
         prefix: For all names.
-        recurse: Whether parameters of modules inside of it count, too.
+        recurse: Whether to include the parameters of submodules.
     """
     modules = module.named_modules(prefix=prefix) if recurse else [(prefix, module)]
     seen: set[torch.Tensor] = set()
@@ -62,25 +62,25 @@ def named_params_with_sharded_tensor(
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Steps the shards that this rank has, and the parameters that are not sharded, with a class of `torch.optim`.
+    """Steps the shards of this rank, and the parameters that are not sharded, with a class of `torch.optim`.
 
-    Every rank makes one, with the same parameters. Steps need no messages; `state_dict` and `load_state_dict` are
+    Every rank creates one with the same parameters. Steps need no messages; `state_dict` and `load_state_dict` are
     collective. Gradients of parameters that are not sharded must be the same on all ranks.
 
     Args:
         named_params: Parameters by name, such as ``dict(named_params_with_sharded_tensor(module))``; pairs; or groups:
             ``[{"params": pairs, "lr": 0.1}]``.
         optimizer_class: A class of `torch.optim` that works element by element.
-        optimizer_args: More arguments for it.
-        optimizer_kwargs: Its keyword arguments.
+        optimizer_args: More arguments for the class.
+        optimizer_kwargs: Keyword arguments for the class.
 
     Attributes:
         named_params: All parameters by name.
         param_groups: Options, and the tensors of this rank; those of a rank that has no shard are empty.
-        state: Of the tensors of this rank.
+        state: State of the tensors of this rank.
 
     Raises:
-        ConfigurationError: Something is not a named parameter, is there twice, or cannot be stepped by that class.
+        ConfigurationError: An item is not a named parameter, is listed twice, or cannot be stepped by that class.
     """
 
     def __init__(
@@ -122,22 +122,22 @@ class ShardedOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Callable[[], float]) -> float: ...
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Step everything that this rank has and that has a gradient.
+        """Step all tensors of this rank that have a gradient.
 
         Args:
-            closure: Computes the loss anew, and the gradients; every rank calls it.
+            closure: Computes the loss and the gradients again; every rank calls it.
 
         Returns:
             The result of the closure.
 
         Raises:
-            OptimizerError: A parameter was resharded since the optimizer was made.
+            OptimizerError: A parameter was resharded since the optimizer was created.
         """
         for item in self._parameters():
             if item.is_stale:
                 raise OptimizerError(
-                    f"parameter {item.name!r} was resharded, so this optimizer has tensors that are not in use any more; "
-                    f"make another one, and load this one's state_dict() into it"
+                    f"parameter {item.name!r} was resharded, so this optimizer holds tensors that are no longer in "
+                    f"use; create another one, and load this one's state_dict() into it"
                 )
         if closure is not None:
             closure = functools.partial(_call_user, closure)
@@ -154,13 +154,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return [item for group in self._groups for item in group]
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """Add parameters; on every rank the same.
+        """Add a group of parameters, the same on every rank.
 
         Args:
             param_group: ``{"params": ..., "lr": 0.1}`` with named parameters as in the constructor.
 
         Raises:
-            ConfigurationError: It is not a group, or something in it is not a named parameter, or there already.
+            ConfigurationError: It is not a group, or an item is not a named parameter or was added before.
         """
         if not self._is_made:
             return
@@ -176,8 +176,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state by the names of parameters; every rank must call it.
 
-        What has the size of a sharded parameter is a `ShardedTensor`, divided like the parameter, and shares its memory
-        with the optimizer. Everything else is a plain value, the same on every rank.
+        State of the size of a sharded parameter is a `ShardedTensor` with the same sharding, which shares its memory
+        with the
+        optimizer. Everything else is a plain value, the same on every rank.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{"lr": 0.1, "params": [name, ...]}]}``
@@ -194,13 +195,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a state that was saved; every rank must call it with the same.
+        """Load a saved state; every rank must call it with the same state.
 
-        Sharded tensors in it may be divided in another way, and whole tensors are divided: states of one process load as
-        well, by the names of parameters if it has any, and else by their order.
+        Sharded tensors may have another sharding, and whole tensors are sharded: states of a single process can be
+        loaded, by
+        the names of parameters if there are any, otherwise by their order.
 
         Raises:
-            ConfigurationError: It is the state of other parameters; nothing has changed.
+            ConfigurationError: The state is for other parameters; nothing was changed.
         """
         loaded: dict[str, Any] = dict(state_dict)
         for hook in optimizer_hooks(self, "load_state_dict_pre"):
@@ -245,7 +247,7 @@ def _take_parameter(name: str, value: Any) -> _Parameter:
         return _Parameter(name, value, (value,))
     if not isinstance(value._backend, GroupBackend):
         raise ConfigurationError(
-            f"parameter {name!r} is divided among RPC workers; use gradwire.optim.DistributedOptimizer for it"
+            f"parameter {name!r} is sharded over RPC workers; use gradwire.optim.DistributedOptimizer for it"
         )
     return _Parameter(name, value, tuple(part for part in value._parts if isinstance(part, torch.Tensor)))
 
@@ -353,7 +355,7 @@ def _names(theirs: list[Any], sizes: list[int], groups: Sequence[Sequence[_Param
         return [str(name) for name in theirs]
     if any(isinstance(name, str) for name in theirs):
         missing, unexpected = sorted(set(own) - set(theirs)), sorted(set(theirs) - set(own))
-        raise ConfigurationError(f"the state is of other parameters: missing {missing}, unexpected {unexpected}")
+        raise ConfigurationError(f"the state is for other parameters: missing {missing}, unexpected {unexpected}")
     if sizes != [len(group) for group in groups]:
         raise ConfigurationError(
             "loaded state dict contains a parameter group that doesn't match the size of optimizer's group"
@@ -375,13 +377,14 @@ def _divided(parameter: _Parameter, key: str, value: Any) -> list[Any]:
     if isinstance(value, ShardedTensor):
         if value.size() != target.size():
             raise ConfigurationError(
-                f"{key!r} of parameter {parameter.name!r} has size {list(value.size())}, the parameter {list(target.size())}"
+                f"{key!r} of parameter {parameter.name!r} has size {list(value.size())}, the parameter "
+                f"{list(target.size())}"
             )
         with torch.no_grad():
             if not isinstance(target, ShardedTensor):
                 return [value.full_tensor()]
             if value._backend != target._backend:
-                raise ConfigurationError("the state is divided among others than the parameter; gather it first")
+                raise ConfigurationError("the state is sharded over other workers than the parameter; gather it first")
             moved = value._backend.move(value._parts, value._layout, target._layout, value._like)
             return [part.detach().clone() if isinstance(part, torch.Tensor) else part for part in moved]
     if not isinstance(value, torch.Tensor):

@@ -8,11 +8,11 @@ from torch import nn
 
 
 class Sharder(ABC):
-    """Makes a sharded module of a plain one. In a `ShardingPlan` it stands beside the path of the submodule."""
+    """Creates a sharded module from a plain one. A `ShardingPlan` has it as the entry of a submodule's path."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
-        """Return the module that takes the place of `module`, everywhere the sharded model has it.
+        """Return the module that replaces `module`, everywhere in the sharded model.
 
         In a process group every rank calls it, in the order of the plan.
         """

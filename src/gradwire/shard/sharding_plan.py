@@ -1,15 +1,16 @@
-"""Plans of what is done to a module: which parameters are divided how, and what becomes of outputs.
+"""Plans for sharding a module: which parameters are sharded how, and how outputs are converted.
 
-`BalancedPlanner` divides what is large so that every place gets its share of the bytes. What can be divided is what sharded
-tensors can compute with, and how it is divided is chosen so that a module still takes and returns plain tensors:
+`BalancedPlanner` shards large parameters so that every place gets its share of the bytes. It shards parameters that sharded
+tensors can compute with, in such a way that the module still takes and returns plain tensors:
 
     Linear, activation, Linear    the first by rows of its weight, the second by columns: what is between them stays divided,
                                   and nothing moves but the sums at the end
     any other Linear              by columns of its weight
     Embedding, EmbeddingBag       by rows, unless a Linear has the same weight
 
-Everything else, and what is small, stays as it is. No messages are sent, so a plan can be made anywhere, also of a module on
-the ``meta`` device.
+Everything else, and everything small, is not sharded. No messages are sent, so a plan can be built anywhere, also for a
+module
+on the ``meta`` device.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from gradwire.shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSp
 
 @dataclass
 class ShardingPlan:
-    """How `shard_module` is to shard a module.
+    """Tells `shard_module` how to shard a module.
 
     Example::
 
@@ -44,10 +45,10 @@ class ShardingPlan:
         )
 
     Args:
-        plan: Names of parameters, each with the spec that divides it; paths of submodules, each with a `Sharder`.
-        output_plan: Paths of modules whose sharded output is to be divided by another spec; ``""`` is the module itself.
-        return_local_tensor: Paths of modules whose sharded output is to become a plain tensor: in a process group what the
-            rank has of it, over RPC workers all of it.
+        plan: Names of parameters, each with its spec; paths of submodules, each with a `Sharder`.
+        output_plan: Paths of modules with a new spec for their sharded output; ``""`` is the module itself.
+        return_local_tensor: Paths of modules whose sharded output becomes a plain tensor: in a process group the local
+            shard, over RPC workers the whole tensor.
     """
 
     plan: dict[str, ShardingSpec | Sharder]
@@ -56,11 +57,11 @@ class ShardingPlan:
 
 
 class ShardingPlanner(ABC):
-    """Makes plans. `BalancedPlanner` is one."""
+    """Base of planners, such as `BalancedPlanner`."""
 
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """Return how to shard a module."""
+        """Return a plan for a module."""
 
 
 _ELEMENTWISE = (
@@ -89,16 +90,16 @@ class _Unit:
 
 
 class BalancedPlanner(ShardingPlanner):
-    """Divides large parameters so that each place gets its share of the bytes.
+    """Shards large parameters so that each place gets its share of the bytes.
 
     Example::
 
         plan = BalancedPlanner([f"rank:{rank}/cpu" for rank in range(4)]).build_plan(model)
 
     Args:
-        placements: Where shards are to be: ``"rank:0/cpu"`` and so on, or ``"worker0/cpu"`` and so on.
-        min_bytes: Parameters smaller than that stay undivided; of a pair, the two together count.
-        capacities: How the shares relate to each other; all the same if not given.
+        placements: Placements of shards: ``"rank:0/cpu"`` and so on, or ``"worker0/cpu"`` and so on.
+        min_bytes: Smaller parameters are not sharded; for a pair, the sum counts.
+        capacities: Relative shares of the placements; equal by default.
         pairs: Paths of Linear modules of which the first one's output goes to the second through elementwise functions
             alone, where that cannot be seen: it can inside of `nn.Sequential`.
 
@@ -117,13 +118,13 @@ class BalancedPlanner(ShardingPlanner):
         self.min_bytes, self.pairs = min_bytes, list(pairs)
         capacities = list(capacities) if capacities is not None else [1.0] * len(self.placements)
         if not self.placements or len({str(item) for item in self.placements}) < len(self.placements):
-            raise ValueError(f"a planner needs placements, each of them once, not {[str(p) for p in placements]}")
+            raise ValueError(f"a planner needs one or more distinct placements, not {[str(p) for p in placements]}")
         if len(capacities) != len(self.placements) or any(item < 0 for item in capacities) or not sum(capacities):
-            raise ValueError(f"capacities are one number >= 0 for each of {len(self.placements)} placements")
+            raise ValueError(f"capacities must be one number >= 0 for each of {len(self.placements)} placements")
         self.shares = [item / sum(capacities) for item in capacities]
 
     def build_plan(self, module: nn.Module) -> ShardingPlan:
-        """Return how to shard a module: the largest parameters first.
+        """Return a plan for a module, with the largest parameters first.
 
         Raises:
             AttributeError: The module has no submodule that a pair names.
@@ -168,9 +169,9 @@ class BalancedPlanner(ShardingPlanner):
         for pair in self.pairs:
             found = [module.get_submodule(path) for path in pair]
             if not all(isinstance(item, nn.Linear) for item in found):
-                raise TypeError(f"a pair is made of two Linear modules, not {[type(item).__name__ for item in found]}")
+                raise TypeError(f"a pair must be two Linear modules, not {[type(item).__name__ for item in found]}")
             if found[0].out_features != found[1].in_features:
-                raise ValueError(f"the output of {pair[0]} has another size than the input of {pair[1]}")
+                raise ValueError(f"the output size of {pair[0]} does not match the input size of {pair[1]}")
         return self.pairs
 
 

@@ -1,4 +1,4 @@
-"""Specs: how a tensor is to be divided, into equal chunks along one dimension or exactly as enumerated."""
+"""Sharding specs: equal chunks along one dimension, or shards exactly as enumerated."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class PlacementSpec(ABC):  # noqa: B024  (programs derive from it)
-    """Where something is to be."""
+    """Base of placements."""
 
 
 @dataclass
 class DevicePlacementSpec(PlacementSpec):
-    """On one device of one worker.
+    """Placement on one device of one worker.
 
     Raises:
         ValueError: The text does not name a device.
@@ -39,27 +39,28 @@ class DevicePlacementSpec(PlacementSpec):
 
 
 class ShardingSpec(ABC):
-    """How a tensor is to be divided."""
+    """Base of the classes that say how to shard a tensor."""
 
     @abstractmethod
     def build_metadata(self, tensor_sizes: torch.Size, tensor_properties: TensorProperties) -> ShardedTensorMetadata:
         """Return the shards of a tensor of that size.
 
         Raises:
-            ValueError: A tensor of that size cannot be divided like this.
+            ValueError: A tensor of that size cannot be sharded like this.
         """
 
     def shard(self, tensor: torch.Tensor, src_rank: int = 0, process_group: Any = None) -> ShardedTensor:
-        """Divide a tensor. Its values on one rank count; over RPC workers, its values here.
+        """Shard a tensor, with the values of one rank; over RPC workers, with the values here.
 
         Args:
-            tensor: On every rank a tensor of the same size and dtype. Only that of the source needs data: others may be on
-                the ``meta`` device. If that of the source is, too, the elements of shards are undefined.
-            src_rank: The rank in the group whose tensor counts.
-            process_group: None for the default group.
+            tensor: A tensor of the same size and dtype on every rank. Only the source needs data: on other ranks it may
+                be on the
+                ``meta`` device. If it is on the source, too, the elements of shards are undefined.
+            src_rank: The rank in the group whose values are used.
+            process_group: The process group; None for the default group.
 
         Raises:
-            ValueError: It is not contiguous, cannot be divided like this, or is different on some ranks.
+            ValueError: It is not contiguous, cannot be sharded like this, or differs between ranks.
             RuntimeError: There is no process group, or this process is not an RPC worker.
         """
         from gradwire.shard.creation import shard_tensor  # creation stands on this module
@@ -73,7 +74,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     Args:
         dim: The dimension; negative numbers count from the end.
-        placements: Where each chunk is to be, in order.
+        placements: Placement of each chunk, in order.
 
     Raises:
         ValueError: `dim` is not an integer, or there are no placements.
@@ -90,7 +91,7 @@ class ChunkShardingSpec(ShardingSpec):
         if type(self.dim) is not int:
             raise ValueError(f"Sharding dim needs to be an integer, found: {self.dim}")
         if isinstance(self.placements, str):
-            raise TypeError(f"placements are a list, also of one: [{self.placements!r}]")
+            raise TypeError(f"placements must be a list, even for one: [{self.placements!r}]")
         if not self.placements:
             raise ValueError("ChunkShardingSpec needs at least one placement")
         self.placements = [as_placement(item) for item in self.placements]
@@ -112,10 +113,10 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass
 class EnumerableShardingSpec(ShardingSpec):
-    """Any shards that do not overlap: uneven, several or none for a rank, divided along several dimensions.
+    """Any shards that do not overlap: uneven ones, several or none on a rank, along several dimensions.
 
     Raises:
-        ValueError: There are none, they have different numbers of dimensions, or two of them overlap.
+        ValueError: There are no shards, their numbers of dimensions differ, or two of them overlap.
     """
 
     shards: list[ShardMetadata]
@@ -129,16 +130,16 @@ class EnumerableShardingSpec(ShardingSpec):
 
 
 def as_placement(value: Placement) -> RemoteDevice:
-    """Return a placement that may be given as text."""
+    """Return a placement, which may be passed as a string."""
     if isinstance(value, RemoteDevice):
         return value
     if not isinstance(value, str | torch.device):
-        raise TypeError(f"a placement is text such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
+        raise TypeError(f"a placement must be a string such as 'rank:0/cpu' or 'worker0/cpu', not {value!r}")
     return RemoteDevice(value)
 
 
 def validate_shards(shards: Sequence[ShardMetadata]) -> None:
-    """Check that shards can be those of one tensor."""
+    """Check that shards can belong to one tensor."""
     if not shards:
         raise ValueError(f"Empty shard list provided: {shards}")
     ranks = {len(shard.shard_offsets) for shard in shards}
@@ -155,7 +156,7 @@ def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) ->
 
 
 def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """Check that shards, which do not overlap, make up a tensor of that size."""
+    """Check that shards, which do not overlap, cover a tensor of that size."""
     shards_rank = len(shards_metadata[0].shard_offsets)
     if len(tensor_dims) != shards_rank:
         raise ValueError(f"Rank of tensor is {len(tensor_dims)}, but shards rank is {shards_rank}")
@@ -188,7 +189,7 @@ def get_chunked_dim_size(dim_size: int, split_size: int, idx: int) -> int:
 def get_chunk_sharding_params(
     sharding_dim_size: int, world_size: int, spec: ChunkShardingSpec, rank: int
 ) -> tuple[int, int]:
-    """Return where the chunk of a rank begins, and its length."""
+    """Return the offset and the length of the chunk of a rank."""
     split = get_split_size(sharding_dim_size, world_size)
     for number, placement in enumerate(spec.placements):
         if as_placement(placement).rank() == rank:
@@ -197,7 +198,7 @@ def get_chunk_sharding_params(
 
 
 def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
-    """Return the spec that gives these shards: chunks if they are, else themselves."""
+    """Return the spec of these shards: a `ChunkShardingSpec` if they are chunks, else an enumerable one."""
     shards = list(shards_metadata)
     full = [shard for shard in shards if shard.box.num_elements] or shards
     lengths = [

@@ -1,4 +1,4 @@
-"""`ShardedTensor`: one tensor to the program that uses it, in parts that are elsewhere.
+"""`ShardedTensor`: used like one tensor, but stored in parts on several processes.
 
 It is a `torch.Tensor` by its type only. Every function of torch that is called with one is looked up in `dispatch`, and
 works on its parts through a `Backend`. So autograd sees the parts, never this object: parts have gradients, and
@@ -35,7 +35,7 @@ from gradwire.wire.devices import CPU, is_here
 
 
 class ShardedTensorBase(torch.Tensor):
-    """The metadata of a sharded tensor, and its shards that are here: all that one without a process group has."""
+    """The metadata and local shards of a sharded tensor, without a process group."""
 
     _backend: Backend
     _metadata: ShardedTensorMetadata
@@ -44,15 +44,15 @@ class ShardedTensorBase(torch.Tensor):
     _parts: list[Part]
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Return its shards, its size, and what the shards have in common."""
+        """Return the metadata of its shards, its size, and the properties that all shards share."""
         return self._metadata
 
     def sharding_spec(self) -> ShardingSpec:
-        """Return how it is divided."""
+        """Return the sharding spec."""
         return self._sharding_spec
 
     def local_shards(self) -> list[Shard]:
-        """Return the shards that this process has: none, one or several."""
+        """Return the shards of this process: none, one or several."""
         shards = self._metadata.shards_metadata
         found = []
         for number, part in zip(self._backend.box_numbers(self._layout), self._parts, strict=True):
@@ -74,32 +74,33 @@ class ShardedTensorBase(torch.Tensor):
 
 
 class ShardedTensor(ShardedTensorBase):
-    """A tensor that is divided among the ranks of a process group, or among RPC workers.
+    """A tensor that is sharded over the ranks of a process group, or over RPC workers.
 
-    The placements of the spec tell which: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every
-    rank makes it and calls its methods; over RPC workers, one worker does, and may pass it to others in calls.
+    The placements of the spec decide which: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every rank
+    creates it and
+    calls its methods; over RPC workers, one worker does, and may pass it to others in calls.
 
     Args:
-        sharding_spec: How it is divided.
-        size: Of the whole tensor.
-        dtype: Of all parts.
+        sharding_spec: How to shard it.
+        size: Size of the whole tensor.
+        dtype: Dtype of all parts.
         layout: ``torch.strided``.
-        requires_grad: Whether the parts collect gradients.
+        requires_grad: Whether the parts require grad.
         pin_memory: Whether the parts are in pinned memory.
         memory_format: ``torch.contiguous_format``.
         process_group: For placements that name ranks; None for the default group.
-        init_rrefs: Whether ranks make references to their shards for each other. All ranks, also those outside of
-            `process_group`, must be RPC workers then, and make the tensor.
+        init_rrefs: Whether ranks create references to their shards for each other. Then all ranks, also those outside of
+            `process_group`, must be RPC workers and create the tensor.
 
     Raises:
         TypeError: `sharding_spec` is not a spec, or a size is not an integer.
-        ValueError: A tensor of that size cannot be divided like this, or a placement does not exist.
+        ValueError: A tensor of that size cannot be sharded like this, or a placement does not exist.
         RuntimeError: There is no process group, or this process is not an RPC worker.
     """
 
     _batch: Layout | None
     _is_result: bool
-    _is_param = False  # torch takes a tensor that has it set for a torch.nn.Parameter
+    _is_param = False  # torch treats a tensor with it set as a torch.nn.Parameter
     _remote_shards: dict[int, list[RRef[Shard]]] | None
 
     def __new__(cls, sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
@@ -175,15 +176,15 @@ class ShardedTensor(ShardedTensorBase):
         return [self._layout.boxes[number] for number in self._backend.box_numbers(self._layout)]
 
     def local_tensor(self) -> torch.Tensor:
-        """Return what this process has, as one tensor; empty if it has nothing.
+        """Return the local shards as one tensor; empty if there are none.
 
         Raises:
-            RuntimeError: It has several shards that do not make up a box.
+            RuntimeError: Several local shards do not form a box.
         """
         shards = [shard for shard in self.local_shards() if shard.metadata.box.num_elements]
         if len(shards) == 1:
             return shards[0].tensor
-        if not shards:  # an empty part has its place in the graph, too: all ranks meet in backward
+        if not shards:  # an empty part is in the graph, too: all ranks take part in backward
             empty_ones = [part for part in self._parts if isinstance(part, torch.Tensor)]
             return empty_ones[0] if empty_ones else self._like.new_empty([0] * self.dim())
         return join_shards(shards)
@@ -192,7 +193,7 @@ class ShardedTensor(ShardedTensorBase):
         """Return references to the shards of other workers, by their RPC rank.
 
         Raises:
-            RuntimeError: It belongs to a process group and was not made with ``init_rrefs=True``.
+            RuntimeError: It belongs to a process group and was not created with ``init_rrefs=True``.
         """
         if isinstance(self._backend, WorkerBackend):
             return _references_to_shards(self)
@@ -207,8 +208,9 @@ class ShardedTensor(ShardedTensorBase):
         """Return the whole tensor, on every rank.
 
         Args:
-            adds_gradients: Whether ranks use it for rows of their own, so that each has a gradient of its own, and these
-                are added up. Else the gradient counts as the same on all ranks.
+            adds_gradients: Whether each rank uses it for its own rows, so that the ranks' gradients are added up.
+                Otherwise the
+                gradient is taken to be the same on all ranks.
         """
         if adds_gradients and isinstance(self._backend, GroupBackend):
             target = everywhere(self.size(), self._backend.participants)
@@ -228,9 +230,9 @@ class ShardedTensor(ShardedTensorBase):
 
         Args:
             dst: The rank in the group.
-            out: Where to put it; if not given, a new tensor.
-            enforce_dtype: Whether the result has `dtype`, or that of `out`.
-            dtype: Of the result.
+            out: Tensor for the result; by default a new one.
+            enforce_dtype: Whether to convert the result to `dtype`, or to that of `out`.
+            dtype: Dtype of the result.
 
         Returns:
             The tensor on `dst`, None elsewhere, also outside of the group.
@@ -263,18 +265,18 @@ class ShardedTensor(ShardedTensorBase):
             return value.to(dtype) if enforce_dtype and dtype is not None else value
 
     def redistribute(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Return the same tensor, divided in another way. Each element goes straight to where it belongs.
+        """Return the same tensor with another sharding. Each element is sent directly to its new place.
 
-        Gradients go back the same way.
+        Gradients take the same way back.
 
         Raises:
-            ValueError: It cannot be divided like this, or the placements are of another kind.
+            ValueError: It cannot be sharded like this, or the placements are of another kind.
         """
         properties = self._metadata.tensor_properties
         metadata = resharding_spec.build_metadata(self.size(), properties)
         backend = backend_for(metadata.shards_metadata, self._process_group)
         if backend != self._backend:
-            raise ValueError("a tensor cannot go from a process group to RPC workers or back; gather it first")
+            raise ValueError("a tensor cannot be moved between a process group and RPC workers; gather it first")
         layout = layout_of(metadata.shards_metadata, backend)
         parts = backend.move(self._parts, self._layout, layout, self._like)
         if isinstance(backend, WorkerBackend):
@@ -289,13 +291,13 @@ class ShardedTensor(ShardedTensorBase):
         return made
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Divide this tensor in another way, in place, and return it. A leaf stays one, and loses its gradient.
+        """Change the sharding of this tensor in place, and return it. A leaf stays a leaf, and loses its gradient.
 
-        In a process group, the metadata has the shards in the order of their ranks afterwards, whatever their order in the
-        spec is. If it is divided like this already, nothing is done.
+        In a process group, the metadata then lists the shards in the order of their ranks, whatever their order in the spec.
+        If the tensor already has this sharding, nothing is done.
 
         Raises:
-            ValueError: It cannot be divided like this, or the placements are of another kind.
+            ValueError: It cannot be sharded like this, or the placements are of another kind.
         """
         if resharding_spec == self._sharding_spec:
             return self
@@ -311,7 +313,7 @@ class ShardedTensor(ShardedTensorBase):
         return self
 
     def _order_by_rank(self) -> None:
-        """List the shards in the order of the ranks that have them; those of one rank stay in their order."""
+        """Sort the shards by rank; those of one rank keep their order."""
         if not isinstance(self._backend, GroupBackend):
             return
         shards, places, boxes = self._metadata.shards_metadata, self._layout.places, self._layout.boxes
@@ -326,18 +328,18 @@ class ShardedTensor(ShardedTensorBase):
         self._is_result = other._is_result
         self._remote_shards = None
 
-    # Methods of their own: torch's refuse an argument such as a process group before they call `__torch_function__`.
+    # Overridden, because torch's methods refuse a process group before they call `__torch_function__`.
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Do as `torch.Tensor.to`; ``process_group`` can be one of the same ranks, such as of another backend."""
+        """Convert as `torch.Tensor.to`; ``process_group`` may be another group of the same ranks."""
         return self._call(torch.Tensor.to, args, kwargs)
 
     def cpu(self, memory_format: Any = torch.preserve_format, process_group: Any = None) -> ShardedTensor:
-        """Return the tensor in the memory of the CPU; itself if it is there, and in the group."""
+        """Return the tensor on the CPU; itself if it is there already, in that group."""
         return self._call(torch.Tensor.cpu, (), {"memory_format": memory_format, "process_group": process_group})
 
     def cuda(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Do as `torch.Tensor.cuda`, on the current GPU of each rank; ``process_group`` as of `to`."""
+        """Move as `torch.Tensor.cuda`, to the current GPU of each rank; ``process_group`` as for `to`."""
         return self._call(torch.Tensor.cuda, args, kwargs)
 
     def _call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:

@@ -1,4 +1,4 @@
-"""Imported by a worker, it makes the worker say that it is of another version; for `gradwire.testing.check_cluster`."""
+"""Makes a worker that imports it report another version; for `gradwire.testing.check_cluster`."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ def local_agents(num_workers: int, transport: str = "unix", **config: Any) -> It
     """Start workers ``a``, ``b``, ``c``... of one cluster in this process; close them at the end.
 
     Args:
-        num_workers: How many; ranks count from 0.
-        transport: How they talk: ``unix``, ``inproc`` or ``tcp`` (on loopback).
+        num_workers: Number of workers; ranks start at 0.
+        transport: ``unix``, ``inproc`` or ``tcp`` (on loopback).
         **config: Fields of `gradwire.config.WorkerConfig`.
 
     Raises:
-        ConfigurationError: A setting cannot be used; nothing is left running.
+        ConfigurationError: An option is wrong; nothing is left running.
     """
     settings = WorkerConfig(**{"transports": (transport,), "token": secrets.token_bytes(16), **config})
     directory = StaticDirectory()
@@ -45,12 +45,12 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 10.0, what: s
     """Return as soon as `condition()` is true.
 
     Args:
-        condition: Called again and again; must not block.
-        timeout_s: How long to wait.
-        what: Names the condition in the error.
+        condition: Called repeatedly; must not block.
+        timeout_s: Seconds to wait.
+        what: Name of the condition in the error.
 
     Raises:
-        TimeoutError: It did not become true in time.
+        TimeoutError: The condition did not become true in time.
     """
     deadline = time.monotonic() + timeout_s
     while not condition():

@@ -1,13 +1,13 @@
-"""The contract of clusters: what holds however the workers were started.
+"""The contract of clusters, for any way of starting workers.
 
     check_cluster("my_package.launchers:start")
 
 `start` names a function that takes the number of workers and the options that all clusters share (``imports=``), and returns
-a `gradwire.Cluster`. Checks run in programs of their own, which can be interrupted and killed, as a driver may be:
+a `gradwire.Cluster`. Checks run in separate programs, which can be interrupted and killed, as a driver may be:
 
     <command> -m gradwire.testing.cluster_program <start> <check> ...
 
-Where another program starts the driver, as torchrun does, it is the `command`.
+If another program starts the driver, as torchrun does, pass it as `command`.
 """
 
 from __future__ import annotations
@@ -55,21 +55,21 @@ def check_cluster(
     can_repeat: bool = True,
     timeout_s: float = 120.0,
 ) -> None:
-    """Run the checks of the contract, and raise for the first that fails.
+    """Run the checks of the contract, and raise for the first one that fails.
 
     Args:
         start: The function that starts the cluster, as ``"module:function"``.
-        command: What runs a Python module: an interpreter, or torchrun and its options.
-        checks: Some of `CLUSTER_CHECKS`; all of them if not given.
+        command: Command that runs a Python module: an interpreter, or torchrun and its options.
+        checks: Some of `CLUSTER_CHECKS`; all of them by default.
         can_repeat: Whether a program can start one cluster after another; then fewer programs are started.
-        timeout_s: Seconds that one program may take.
+        timeout_s: Seconds until a program fails.
 
     Raises:
-        AssertionError: A check failed; the message has what its program printed.
+        AssertionError: A check failed; the message has the output of its program.
     """
     wanted = CLUSTER_CHECKS if checks is None else checks
     programs = [[check] for check in wanted]
-    if can_repeat:  # all that end in good order in one program
+    if can_repeat:  # all checks that end normally in one program
         programs = [
             [check for check in wanted if check not in _ENDED],
             *([check] for check in wanted if check in _ENDED),
@@ -80,7 +80,7 @@ def check_cluster(
 
 
 class _Program:
-    """The driver of one check, in a process of its own."""
+    """The driver of one check, in a separate process."""
 
     def __init__(self, command: Sequence[str], timeout_s: float) -> None:
         self._command = command
@@ -122,10 +122,10 @@ class _Program:
         try:
             return self._process.wait(max(0.1, self._deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            raise self.fail("the program of this check does not end") from None
+            raise self.fail("the program of this check did not end") from None
 
     def wait_for(self, pattern: str) -> re.Match[str]:
-        """Wait until it has printed a line in which the pattern is found."""
+        """Wait until it has printed a line that matches the pattern."""
         assert self._process is not None
         found: list[re.Match[str]] = []
 
@@ -138,11 +138,11 @@ class _Program:
         try:
             wait_until(look, max(0.1, self._deadline - time.monotonic()))
         except TimeoutError:
-            raise self.fail(f"the program of this check does not print {pattern!r}") from None
+            raise self.fail(f"the program of this check did not print {pattern!r}") from None
         return found[0]
 
     def end_driver(self, signum: int) -> None:
-        """Wait until the cluster is up, send the driver a signal, and see to it that no worker stays."""
+        """Wait until the cluster is up, send the driver a signal, and check that all workers end."""
         driver, *workers = (int(pid) for pid in self.wait_for(f"{_SERVE} ([0-9 ]+)")[1].split())
         begun = {pid: _start_time(pid) for pid in workers}
         assert all(begun.values()), f"not all of the workers {workers} are processes of this machine"
@@ -151,11 +151,11 @@ class _Program:
             wait_until(lambda: all(_start_time(pid) != start for pid, start in begun.items()), _GONE_S)
         except TimeoutError:
             left = [pid for pid, start in begun.items() if _start_time(pid) == start]
-            raise self.fail(f"workers are left {_GONE_S:g} s after the end of the driver: {left}") from None
+            raise self.fail(f"workers are still running {_GONE_S:g} s after the driver ended: {left}") from None
 
 
 def _start_time(pid: int) -> str | None:
-    """Return when a process began, which tells it from a later one with the same id; None if it is gone."""
+    """Return when a process started, which distinguishes it from a later one with the same id; None if it has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -163,7 +163,7 @@ def _start_time(pid: int) -> str | None:
     return None if fields[0] in "ZX" else fields[19]
 
 
-# What the process that runs the checks looks at.
+# In the process that runs the checks.
 
 
 def _watch_success(program: _Program) -> None:
@@ -196,7 +196,7 @@ _WATCHERS = {
 }
 
 
-# What the driver of a check does.
+# In the driver of a check.
 
 
 def _add(x: Tensor, y: Tensor) -> Tensor:
@@ -221,7 +221,7 @@ def _double(x: gw.rpc.RRef[Tensor]) -> Tensor:
 
 
 def check_calls(cluster: Cluster) -> None:
-    """Calls, futures, map; names and ranks."""
+    """Check calls, futures, map, names and ranks."""
     workers = cluster.workers
     assert len(workers) == NUM_WORKERS
     assert [worker.rank for worker in workers] == sorted(worker.rank for worker in workers)
@@ -243,7 +243,7 @@ def check_calls(cluster: Cluster) -> None:
 
 
 def check_references(cluster: Cluster) -> None:
-    """Values that stay on a worker, used by another."""
+    """Check references to values on other workers."""
     owner, user = cluster.workers[0], cluster.workers[-1]
     reference = gw.rpc.remote(owner.name, torch.full, args=((2, 2), 21.0))
     assert reference.owner() == owner.info
@@ -270,7 +270,7 @@ def _loss(layers: Sequence[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
 
 
 def check_autograd(cluster: Cluster) -> None:
-    """Gradients through a model that is split over the workers are those of one process."""
+    """Check that gradients of a model that is split over the workers equal those of one process."""
     remote = [worker.module(_make_layer, worker.rank) for worker in cluster.workers]
     local = [_make_layer(worker.rank) for worker in cluster.workers]
     x = torch.rand(8, 4, requires_grad=True)
@@ -284,7 +284,7 @@ def check_autograd(cluster: Cluster) -> None:
 
 
 def check_optimizer(cluster: Cluster) -> None:
-    """Steps of a distributed optimizer do what those of one process do."""
+    """Check that steps of a distributed optimizer equal those of one process."""
     remote = [worker.module(_make_layer, worker.rank) for worker in cluster.workers]
     local = nn.ModuleList(_make_layer(worker.rank) for worker in cluster.workers)
     x = torch.rand(8, 4)
@@ -303,7 +303,7 @@ def check_optimizer(cluster: Cluster) -> None:
 
 
 def check_checkpoint(cluster: Cluster) -> None:
-    """What workers hold is saved by them, and loaded again."""
+    """Check that objects on workers can be saved and loaded."""
     with tempfile.TemporaryDirectory() as folder:
         x = torch.rand(8, 4)
         saved = [worker.module(_make_layer, worker.rank) for worker in cluster.workers]
@@ -314,7 +314,7 @@ def check_checkpoint(cluster: Cluster) -> None:
 
 
 def check_exceptions(cluster: Cluster) -> None:
-    """An exception comes back as its own type, with where it was raised."""
+    """Check that an exception arrives as its own type, with the remote traceback."""
     for worker in cluster.workers:
         with _raises(KeyError, "lost property", worker.name):
             worker.call(_fail, "lost property")
@@ -322,21 +322,21 @@ def check_exceptions(cluster: Cluster) -> None:
 
 
 def check_output(cluster: Cluster) -> None:
-    """What workers print appears here, with their names."""
+    """Check that the output of workers appears here, with their names."""
     for worker in cluster.workers:
         print(f"workers: rank {worker.rank} is {worker.name}", flush=True)
         worker.call(_print_both, worker.rank)
 
 
 def check_failed_start(start: Start) -> None:
-    """A worker that cannot start is an error with its traceback, and leaves nothing behind."""
+    """Check that a worker that cannot start raises an error with its traceback, and leaves nothing behind."""
     with _raises(WorkerStartFailed, "ModuleNotFoundError", "gradwire_has_no_such_module"):
         start(NUM_WORKERS, imports=("gradwire_has_no_such_module",))
     assert Cluster.current() is None
 
 
 def check_worker_death(start: Start) -> None:
-    """The death of a worker fails the calls to it, and only those."""
+    """Check that the death of a worker fails the calls to it, and only those."""
     with start(NUM_WORKERS) as cluster:
         first, last = cluster.workers[0], cluster.workers[-1]
         future = first.submit(_wait_forever)
@@ -353,7 +353,7 @@ def check_worker_death(start: Start) -> None:
 
 
 def check_other_version(start: Start) -> None:
-    """A worker of another version is refused, and the error has both."""
+    """Check that a worker of another version is refused, with both versions in the error."""
     kinds = (WorkerStartFailed, AuthenticationFailed, WorkerLost)
     imports = ("gradwire.testing._other_version",)
     with _raises(kinds, _OTHER_VERSION, gw.__version__), start(NUM_WORKERS, imports=imports) as cluster:
@@ -370,12 +370,12 @@ def _serve(start: Start) -> None:
 
 
 def check_ctrl_c(start: Start) -> None:
-    """Ctrl-C in the driver ends all workers."""
+    """Check that Ctrl-C in the driver ends all workers."""
     _serve(start)
 
 
 def check_driver_death(start: Start) -> None:
-    """The death of the driver ends all workers."""
+    """Check that the death of the driver ends all workers."""
     _serve(start)
 
 
@@ -386,7 +386,7 @@ def _raises(kind: type[Exception] | tuple[type[Exception], ...], *texts: str) ->
     except kind as error:
         said = "".join(traceback.format_exception(error))  # with its cause: the traceback of the worker
         missing = [text for text in texts if text not in said]
-        assert not missing, f"the error does not say {missing}: {said}"
+        assert not missing, f"the error does not mention {missing}: {said}"
     else:
         raise AssertionError(f"{kind} was not raised")
 
@@ -403,7 +403,7 @@ _ON_ONE_CLUSTER = (
 
 
 def check_works(start: Start) -> None:
-    """Everything that a program does with a cluster."""
+    """Run all checks that use a working cluster."""
     with start(NUM_WORKERS) as cluster:
         for check in _ON_ONE_CLUSTER:
             print(check.__doc__, flush=True)

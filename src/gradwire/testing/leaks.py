@@ -1,8 +1,8 @@
-"""Leak check: what a test leaves behind.
+"""Leak check: finds resources that a test leaves behind.
 
-`LeakCheck` looks at this process from outside, through ``/proc``: it finds what a library forgot, not what the library
-remembers. Only autograd contexts and references are asked for, since nothing else shows them. Things that were there when
-the check began are not leaks; neither are the daemon threads of other libraries, nor the template process that
+`LeakCheck` looks at this process from outside, through ``/proc``, and so finds resources that a library has forgotten. Only
+autograd contexts and references are read from gradwire itself. Resources that existed when the check began are not
+leaks; neither are the daemon threads of other libraries, nor the template process that
 `gradwire.cluster` keeps for the next cluster.
 """
 
@@ -31,16 +31,16 @@ _IS_ANONYMOUS = re.compile(r"\[\d+\]$")  # socket:[4711] -> socket
 
 
 class LeakFound(AssertionError):
-    """Something was left behind; the message names it."""
+    """Resources were left behind; the message lists them."""
 
 
 class LeakCheck:
-    """Compares threads, descriptors, shared memory, child processes, temporary folders and contexts with how it began.
+    """Compares threads, descriptors, shared memory, child processes, temporary folders and contexts with the start.
 
     As a context manager it raises `LeakFound` at the end, unless the block itself has failed.
 
     Args:
-        timeout_s: How long things may take to end before they count as leaked.
+        timeout_s: Seconds until resources that are still there count as leaked.
     """
 
     def __init__(self, timeout_s: float = 2.0) -> None:
@@ -59,7 +59,7 @@ class LeakCheck:
             self.check()
 
     def leaks(self) -> list[str]:
-        """Return what is here now and was not when the check began."""
+        """Return the resources that exist now and did not when the check began."""
         found = [f"thread {thread.name}" for thread in threading.enumerate() if self._is_leaked(thread)]
         for kind, look in _KINDS.items():
             found += [f"{kind} {name}" for name in (look() - self._before[kind]).elements()]
@@ -69,7 +69,7 @@ class LeakCheck:
         """Wait until nothing is left.
 
         Raises:
-            LeakFound: Something still is after `timeout_s`.
+            LeakFound: Resources are left after `timeout_s`.
         """
         if self.leaks():
             gc.collect()  # with torch loaded it takes long, so only where something is left
@@ -93,7 +93,7 @@ class LeakCheck:
 
 
 def _descriptors() -> Counter[str]:
-    """Open descriptors by kind, and by path where they have one; the two of an idle template are not counted."""
+    """Return open descriptors by kind, and by path where they have one, without the two of an idle template."""
     found: Counter[str] = Counter()
     for name in os.listdir("/proc/self/fd"):
         try:
@@ -141,7 +141,7 @@ def _children() -> Counter[str]:
 
 
 def _child_names() -> list[str]:
-    """Name and number of every process that this one started and has not reaped."""
+    """Return name and pid of every process that this one started and has not reaped."""
     names = []
     for task in os.listdir("/proc/self/task"):
         try:
@@ -157,7 +157,7 @@ def _child_names() -> list[str]:
 
 
 def contexts_left() -> Counter[str]:
-    """Return autograd contexts on workers of this process that are not closed, and backward passes under way in them."""
+    """Return open autograd contexts on workers of this process, and backward passes running in them."""
     found: Counter[str] = Counter()
     for item in engine.all_open():
         for context in item.container:

@@ -1,7 +1,7 @@
 """The contract of transports, as checks that run on any implementation.
 
-A check gets a function that makes two connected `StreamConnection`s and uses them as rpc does. Run them all with
-`check_transport`, or each as a test of its own:
+A check takes a function that creates two connected `StreamConnection`s, and uses them as rpc does. Run all checks with
+`check_transport`, or each as a separate test:
 
     @pytest.mark.parametrize("check", TRANSPORT_CHECKS)
     def test_my_transport(check): check(make_pair)
@@ -36,7 +36,7 @@ ANYTHING: frozenset[type] = frozenset({Call, Reply, Goodbye})
 
 
 class Sender:
-    """Runs something in a thread of its own; an exception there is raised by `join`."""
+    """Runs a function in a thread; `join` raises its exception."""
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
@@ -92,7 +92,7 @@ def hold_call(connection: StreamConnection, call_id: int, body: bytes = b"") -> 
 
 
 def write_raw(connection: StreamConnection, data: bytes) -> None:
-    """Send bytes that need not be a frame, past everything that makes frames."""
+    """Send raw bytes, which need not be a frame."""
     connection._write([data], (), time.monotonic() + TIMEOUT_S)
 
 
@@ -103,7 +103,7 @@ def receive_frames(connection: StreamConnection, num_frames: int) -> list[framin
         read = connection.read_nowait()
         frames += read or []
         if read is None:
-            assert time.monotonic() < deadline, f"{len(frames)} of {num_frames} frames came in time"
+            assert time.monotonic() < deadline, f"{len(frames)} of {num_frames} frames arrived in time"
             connection.wait_readable(0.1)
     assert len(frames) == num_frames
     return frames
@@ -117,7 +117,7 @@ def receive_tensors(frame: framing.Frame) -> list[torch.Tensor]:
 
 
 def end_of(connection: StreamConnection, frames: list[framing.Frame] | None = None) -> TransportError:
-    """Read to the end and return the error that it was; what came before goes into `frames`."""
+    """Read to the end and return the error that ended it; earlier frames are added to `frames`."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -180,7 +180,7 @@ def check_frames_of_all_sizes(make_pair: MakePair) -> None:
 
 
 def check_many_frames_in_one_write(make_pair: MakePair) -> None:
-    """Frames need not come one by one."""
+    """Several frames may arrive in one read."""
     with make_pair(StreamOptions()) as pair:
         stream = b"".join(framing.encode(make_call(i, b"x" * i), i) + b"x" * i for i in range(200))
         with Sender(lambda: write_raw(pair.near, stream)):
@@ -189,7 +189,7 @@ def check_many_frames_in_one_write(make_pair: MakePair) -> None:
 
 
 def check_a_reader_may_wait(make_pair: MakePair) -> None:
-    """One read for each time that there is something: nothing is missed, whatever the transport has read ahead."""
+    """One read for each time that data is ready misses nothing, whatever the transport has read ahead."""
     with make_pair(StreamOptions()) as pair:
         for size in _SIZES:
             with Sender(partial(send_call, pair.near, size, b"x" * size)):
@@ -203,7 +203,7 @@ def check_a_reader_may_wait(make_pair: MakePair) -> None:
 
 
 def check_frames_held_back(make_pair: MakePair) -> None:
-    """They leave with the next frame or with `flush`, in order, and small or large makes no difference."""
+    """Frames that were held back leave with the next frame or with `flush`, in order, small or large."""
     with make_pair(StreamOptions()) as pair:
         for number in range(50):
             hold_call(pair.near, number, b"x" * 900)  # together more than are joined
@@ -283,7 +283,7 @@ def check_large_tensors_again_and_again(make_pair: MakePair) -> None:
 
 
 def check_sending_captures(make_pair: MakePair) -> None:
-    """What is changed right after `send` has returned was sent as it was before."""
+    """Changes after `send` has returned do not affect what is sent."""
     with make_pair(StreamOptions()) as pair:
         values = [torch.zeros(100), torch.zeros(500_000), torch.zeros(4_000)]
 
@@ -299,7 +299,7 @@ def check_sending_captures(make_pair: MakePair) -> None:
 
 
 def check_tensors_outlive_the_connection(make_pair: MakePair) -> None:
-    """What has arrived stays valid after both ends are closed."""
+    """Received tensors stay valid after both ends are closed."""
     with make_pair(StreamOptions()) as pair:
         with Sender(lambda: send_call(pair.near, 1, b"", [torch.ones(300_000)])):
             (frame,) = receive_frames(pair.far, 1)
@@ -308,7 +308,7 @@ def check_tensors_outlive_the_connection(make_pair: MakePair) -> None:
 
 
 def check_large_segments_are_read_into_place(make_pair: MakePair) -> None:
-    """While a large segment arrives, its final buffer is what the bytes are read into."""
+    """Bytes of a large segment are read directly into its final buffer."""
     with make_pair(StreamOptions(shared_memory_from=1 << 40)) as pair:
         value = torch.arange(1 << 20)
         num_direct = 0
@@ -326,7 +326,7 @@ def check_large_segments_are_read_into_place(make_pair: MakePair) -> None:
 
 
 def _sample_tensors() -> list[torch.Tensor]:
-    """Small and large, every family of dtypes, views, conjugates, sparse layouts."""
+    """Return small and large tensors of every family of dtypes, views, conjugates, sparse layouts."""
     base = torch.arange(120_000, dtype=torch.float32)
     dense: list[Any] = [base.to(dtype) for dtype in (torch.float64, torch.bfloat16, torch.float16, torch.int8)]
     dense += [base > 5, torch.complex(base, -base).conj(), base, base.reshape(300, 400).t(), base[::7]]
@@ -349,7 +349,7 @@ def _send_all(connection: StreamConnection, bodies: list[bytes], values: Sequenc
 
 
 def check_peer_close_is_a_loss(make_pair: MakePair) -> None:
-    """The end of the other side is `ConnectionLost`, for the reader at once and for the sender soon."""
+    """A close by the peer raises `ConnectionLost`, for the reader at once and for the sender soon."""
     for closer, other in ((0, 1), (1, 0)):
         with make_pair(StreamOptions()) as pair:
             ends = (pair.near, pair.far)
@@ -361,7 +361,7 @@ def check_peer_close_is_a_loss(make_pair: MakePair) -> None:
 
 
 def check_own_close_is_told_apart(make_pair: MakePair) -> None:
-    """After `close`, which may be repeated, sending and reading say that it was this side."""
+    """After `close`, which may be repeated, sending and reading raise `ConnectionClosed`."""
     with make_pair(StreamOptions()) as pair:
         pair.near.close()
         pair.near.close()
@@ -373,7 +373,7 @@ def check_own_close_is_told_apart(make_pair: MakePair) -> None:
 
 
 def check_close_wakes_a_waiting_reader(make_pair: MakePair) -> None:
-    """A thread that waits for something to read does not outlive the connection."""
+    """Closing the connection wakes a thread that waits for data."""
     with make_pair(StreamOptions()) as pair:
         outcome: list[TransportError] = []
         is_waiting = threading.Event()
@@ -389,7 +389,7 @@ def check_close_wakes_a_waiting_reader(make_pair: MakePair) -> None:
 
 
 def check_close_wakes_a_waiting_sender(make_pair: MakePair) -> None:
-    """A thread that waits for room is told that this side has closed the connection."""
+    """Closing the connection raises `ConnectionClosed` in a thread that waits to send."""
     with make_pair(StreamOptions(shared_memory_from=1 << 40)) as pair:
         outcome: list[Exception | None] = []
         before, large = pair.near.bytes_sent, torch.zeros(32 * MIB, dtype=torch.uint8)
@@ -400,7 +400,7 @@ def check_close_wakes_a_waiting_sender(make_pair: MakePair) -> None:
 
 
 def check_end_inside_a_frame(make_pair: MakePair) -> None:
-    """A frame that was cut never arrives, whatever was there of it."""
+    """A truncated frame never arrives."""
     whole = framing.encode(make_call(1, b"x" * 1000), 1000) + b"x" * 1000
     for size in (1, framing.PREFIX_BYTES, framing.PREFIX_BYTES + 3, len(whole) - 1):
         with make_pair(StreamOptions()) as pair:
@@ -410,7 +410,7 @@ def check_end_inside_a_frame(make_pair: MakePair) -> None:
 
 
 def check_garbage_ends_only_its_connection(make_pair: MakePair) -> None:
-    """Bytes that are not a frame are a `DecodeError`; a second connection never notices."""
+    """Bytes that are not a frame raise `DecodeError`; a second connection is not affected."""
     garbage = [b"GET / HTTP/1.1\r\n" + b"x" * 100, b"\0" * 64, framing.encode(make_call(1, b""), 0)[:-1] + b"\xc1"]
     options = StreamOptions()
     with make_pair(options) as healthy:
@@ -425,7 +425,7 @@ def check_garbage_ends_only_its_connection(make_pair: MakePair) -> None:
 
 
 def check_limits_are_kept_on_both_sides(make_pair: MakePair) -> None:
-    """What is too large is refused before it leaves, and where it arrives all the same before it is allocated."""
+    """A message that is too large is refused before it is sent; the receiver refuses it before it allocates memory."""
     with make_pair(StreamOptions(limits=Limits(frame_bytes=100 * KIB), shared_memory_from=1 << 40)) as pair:
         error = error_of(lambda: send_call(pair.near, 1, b"", [torch.zeros(100_000)]))
         assert isinstance(error, LimitExceeded), "a frame beyond the limit was sent"
@@ -436,7 +436,7 @@ def check_limits_are_kept_on_both_sides(make_pair: MakePair) -> None:
 
 
 def check_send_has_a_deadline(make_pair: MakePair) -> None:
-    """A peer that does not read costs the sender its deadline, no more; a frame that was cut ends the connection."""
+    """A peer that does not read blocks the sender until its deadline; a truncated frame ends the connection."""
     with make_pair(StreamOptions(shared_memory_from=1 << 40)) as pair:
         large = torch.zeros(32 * MIB, dtype=torch.uint8)
         start = time.monotonic()
@@ -448,7 +448,7 @@ def check_send_has_a_deadline(make_pair: MakePair) -> None:
 
 
 def check_full_connection_recovers(make_pair: MakePair) -> None:
-    """A small frame that found no room before its deadline either never existed or ended the connection."""
+    """A small frame that timed out was either not sent at all or ended the connection."""
     with make_pair(StreamOptions()) as pair:
         num_sent = 0
         try:
@@ -472,7 +472,7 @@ def check_full_connection_recovers(make_pair: MakePair) -> None:
 
 
 def check_nothing_is_left(make_pair: MakePair) -> None:
-    """Closing gives back every descriptor and mapping, with tensors still lent and messages unread."""
+    """Closing frees every descriptor and mapping, also with tensors in use and messages unread."""
     with LeakCheck(TIMEOUT_S):
         with make_pair(StreamOptions()) as pair:
             values = [torch.ones(100_000) for _ in range(4)]
@@ -498,7 +498,7 @@ def check_transport(make_pair: MakePair) -> None:
     """Run every check.
 
     Args:
-        make_pair: Makes a new connection with these options.
+        make_pair: Creates a new connection with the given options.
 
     Raises:
         AssertionError: The transport breaks a rule.

@@ -1,8 +1,8 @@
-"""Private memory for tensors that arrive through sockets, used again when the tensors in it are freed.
+"""Pool of private memory for tensors received through sockets, reused when the tensors in it are freed.
 
-Memory that was touched before takes a copy ten times as fast as fresh memory does. A weak reference to a buffer notices that
-it was freed. Its callback may run in any thread, between any two instructions, also while that thread holds the pool's lock,
-so it never waits for it.
+Copying into memory that was touched before is ten times as fast as into fresh memory. A weak reference to a buffer detects
+that it was freed. Its callback may run in any thread, between any two instructions, even while that thread holds the pool's
+lock, so it never waits for the lock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HUGE_FROM = 4 * MIB  # huge pages halve the cost of the first touch, and need s
 
 @dataclass(frozen=True, slots=True)
 class PoolStatistics:
-    """What a `BufferPool` holds: buffers in use, and idle memory by number and bytes."""
+    """Statistics of a `BufferPool`: buffers in use, and number and bytes of idle ones."""
 
     num_lent: int
     num_idle: int
@@ -33,11 +33,11 @@ class PoolStatistics:
 
 
 class BufferPool:
-    """Buffers for one process.
+    """Pool of buffers for one process.
 
     Args:
-        limit_bytes: Idle memory that is kept; more is given back to the system.
-        smallest: Below this a plain ``bytearray`` is cheaper.
+        limit_bytes: Idle memory that is kept; the rest is returned to the system.
+        smallest: Size below which a plain ``bytearray`` is cheaper.
     """
 
     def __init__(self, limit_bytes: int, smallest: int = 256 * KIB) -> None:
@@ -50,7 +50,7 @@ class BufferPool:
         self._loans: dict[int, _PoolLoan] = {}  # single operations only, no lock
 
     def allocate(self, num_bytes: int) -> Any:
-        """Return a writable buffer of exactly `num_bytes`; what is in it is left from before."""
+        """Return a writable buffer of exactly `num_bytes` with arbitrary contents."""
         if num_bytes < self._smallest:
             return bytearray(num_bytes)
         capacity = round_up(num_bytes)
@@ -78,7 +78,7 @@ class BufferPool:
         return buffer
 
     def close(self) -> None:
-        """Give idle memory back, and from now on all that is freed. Buffers in use stay valid. Idempotent."""
+        """Return idle memory to the system, and freed memory from now on. Buffers in use stay valid. Idempotent."""
         with self._lock:
             self._limit_bytes = 0
             self._take_freed()
@@ -96,7 +96,7 @@ class BufferPool:
         self._settle()
 
     def _settle(self) -> None:
-        """Take in what was freed, unless the lock is taken: its holder calls this after it lets go."""
+        """Collect freed buffers, unless the lock is held: its holder calls this after releasing it."""
         while self._freed and self._lock.acquire(blocking=False):
             try:
                 self._take_freed()
@@ -120,7 +120,7 @@ class BufferPool:
 
 
 class _PoolLoan(weakref.ref[Any]):
-    """Tells a pool that a buffer is gone; kept by the pool."""
+    """Weak reference that notifies the pool when a buffer is freed; kept by the pool."""
 
     __slots__ = ("memory", "pool")
     memory: mmap.mmap
@@ -132,11 +132,11 @@ def _on_buffer_freed(loan: _PoolLoan) -> None:
 
 
 def _map_private(capacity: int) -> mmap.mmap:
-    """Map anonymous memory, in huge pages where the system has them."""
+    """Map anonymous memory, in huge pages if available."""
     try:
         memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no memory for a buffer of {capacity} bytes") from error
+        raise MemoryError(f"cannot allocate a buffer of {capacity} bytes") from error
     if capacity >= _HUGE_FROM:
         advise(ctypes.addressof(ctypes.c_ubyte.from_buffer(memory)), capacity, _MADV_HUGEPAGE)
     return memory

@@ -49,12 +49,12 @@ class _Identity(NamedTuple):
 
 
 def write_keys(folder: Path, wanted: Mapping[str, TlsKeys], days: int) -> None:
-    """Write a certificate and a key for each URI, and those of the authority that signs them, if it is new.
+    """Write a certificate and a key for each URI, and those of the authority if it is new.
 
     Args:
-        folder: Where the authority is.
-        wanted: By the URI that a certificate is good for, where it goes.
-        days: How long the certificates are valid, as far as the authority is.
+        folder: Folder of the authority.
+        wanted: Files to write, by the URI that the certificate is valid for.
+        days: Validity of the certificates, limited by that of the authority.
     """
     _make_folder(folder)
     authority = _load_authority(folder) or _make_authority(folder, days)
@@ -80,7 +80,9 @@ def sign_request(folder: Path, request: bytes, uri: str, days: int) -> tuple[byt
     """
     authority = _load_authority(folder)
     if authority is None:
-        raise ConfigurationError(f"{folder} holds no authority (ca.pem and ca.key); `gradwire keys init` makes one")
+        raise ConfigurationError(
+            f"{folder} has no certificate authority (ca.pem and ca.key); create one with `gradwire keys init`"
+        )
     key = _read_request(request)
     return _as_pem(_certify(authority, key, uri, days)), _fingerprint_of_key(key)
 
@@ -89,7 +91,9 @@ def _make_folder(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     mode = stat.S_IMODE(folder.stat().st_mode)
     if mode & 0o077:  # not changed silently: it may be a home folder
-        raise ConfigurationError(f"{folder} is open to others (mode {mode:o}); `chmod 700` it or name a new folder")
+        raise ConfigurationError(
+            f"{folder} is accessible to other users (mode {mode:o}); run `chmod 700 {folder}` or use a new folder"
+        )
 
 
 def _load_authority(folder: Path) -> _Identity | None:
@@ -98,10 +102,10 @@ def _load_authority(folder: Path) -> _Identity | None:
     if not certificate_file.exists() and not key_file.exists():
         return None
     if not certificate_file.exists() or not key_file.exists():
-        raise ConfigurationError(f"{folder} holds one of ca.pem and ca.key; bring the other, or use a new folder")
+        raise ConfigurationError(f"{folder} has only one of ca.pem and ca.key; add the other, or use a new folder")
     certificate, key = _read_certificates(certificate_file)[0], _read_key(key_file)
     _check_pair(certificate, certificate_file, key, key_file)
-    _check_time(certificate, certificate_file, "make keys in a new folder")
+    _check_time(certificate, certificate_file, "make new keys in an empty folder")
     return _Identity(certificate, key)
 
 
@@ -113,7 +117,7 @@ def _make_authority(folder: Path, days: int) -> _Identity:
 
 def _new_authority(days: int) -> _Identity:
     key = ec.generate_private_key(_CURVE())
-    # A name of its own for each authority, or a certificate of another one fails with a puzzling signature error.
+    # Each authority has a unique name; otherwise a certificate of another one would fail with a confusing signature error.
     name = _subject(f"gradwire cluster {secrets.token_hex(8)}")
     end = _now() + datetime.timedelta(days=days)
     return _Identity(_sign(key.public_key(), name, end, key, name, is_authority=True), key)
@@ -189,7 +193,7 @@ def _request_for(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _fingerprint_of_key(key: ec.EllipticCurvePublicKey) -> str:
-    """Return what two people can compare to know that they look at the same key: SHA-256 of it, in base64, as ssh does."""
+    """Return the fingerprint of a key, for comparing it by eye: its SHA-256 in base64, as in ssh."""
     digest = hashes.Hash(hashes.SHA256())
     digest.update(key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo))
     return "SHA256:" + base64.b64encode(digest.finalize()).decode().rstrip("=")
@@ -230,17 +234,17 @@ class ProcessKey:
         return "<ProcessKey>"
 
     def __reduce__(self) -> str:
-        raise TypeError("a private key stays in its process; send `request()`")
+        raise TypeError("a private key must not leave its process; send `request()` instead")
 
     def request(self) -> bytes:
-        """Return a certificate request (PEM) without a name: the authority decides what the certificate is good for."""
+        """Return a certificate request (PEM) without a name: the authority decides what the certificate is valid for."""
         return _request_for(self._key)
 
     def open(self, sealed: bytes, context: bytes) -> bytes:
-        """Return what `seal` has sealed for this key.
+        """Decrypt a secret that `seal` has sealed for this key.
 
         Raises:
-            AuthenticationFailed: It was sealed for another key or context, or changed on the way.
+            AuthenticationFailed: It was sealed for another key or context, or altered in transit.
         """
         try:
             point = ec.EllipticCurvePublicKey.from_encoded_point(_CURVE(), sealed[:_POINT_BYTES])
@@ -248,13 +252,13 @@ class ProcessKey:
             cipher = _cipher(shared, sealed[:_POINT_BYTES], _encode_point(self._key.public_key()))
             return cipher.decrypt(_NONCE, sealed[_POINT_BYTES:], context)
         except (ValueError, InvalidTag) as error:
-            raise AuthenticationFailed("what the driver sent was not sealed for the key of this process") from error
+            raise AuthenticationFailed("the driver's message was not sealed for this process's key") from error
 
     @contextlib.contextmanager
     def files(self, certificate: bytes, authority: bytes) -> Iterator[TlsKeys]:
-        """Hold this key and its certificate (PEM) in files without a name, in memory, for as long as the block lasts.
+        """Keep this key and its certificate (PEM) in anonymous memory files inside the block.
 
-        OpenSSL takes files alone. TLS contexts that are made inside of the block can be used after it.
+        OpenSSL only reads files. TLS contexts made inside the block can be used after it.
         """
         contents = {"ca": authority, "certificate": certificate, "key": _key_as_pem(self._key)}
         with contextlib.ExitStack() as stack:
@@ -263,7 +267,7 @@ class ProcessKey:
 
 
 class Authority:
-    """The authority of one cluster. Its private key stays in the memory of this process, and ends with it.
+    """The authority of one cluster. Its private key exists only in the memory of this process.
 
     Attributes:
         certificate: Its own certificate, as PEM.
@@ -277,13 +281,13 @@ class Authority:
         return "<Authority>"
 
     def __reduce__(self) -> str:
-        raise TypeError("a private key stays in its process")
+        raise TypeError("a private key must not leave its process")
 
     def sign(self, request: bytes, uri: str) -> bytes:
-        """Return a certificate (PEM) for the key of a request, good for `uri` alone, whatever else the request asks for.
+        """Return a certificate (PEM) for the key of a request, valid only for `uri`; other requested attributes are ignored.
 
         Raises:
-            AuthenticationFailed: The request is not one, is not signed with its own key, or its key is of another kind.
+            AuthenticationFailed: The request is malformed, not signed with its own key, or for another kind of key.
         """
         return _as_pem(_certify(self._identity, _read_request(request), uri, _RUN_DAYS))
 
@@ -291,8 +295,8 @@ class Authority:
 def seal(secret: bytes, request: bytes, context: bytes) -> bytes:
     """Encrypt a secret for the key of a certificate request; `ProcessKey.open` needs the same `context`.
 
-    The result is a fresh public key, and the secret under AES-256-GCM with a key that HKDF makes of both by ECDH. It says
-    nothing about who sealed it.
+    The result is an ephemeral public key and the secret under AES-256-GCM, with a key derived by ECDH and HKDF. It does not
+    authenticate the sender.
     """
     to = _read_request(request)
     fresh = ec.generate_private_key(_CURVE())
@@ -318,9 +322,9 @@ def _read_request(pem: bytes) -> ec.EllipticCurvePublicKey:
     except (ValueError, UnsupportedAlgorithm) as error:
         raise AuthenticationFailed(f"not a certificate request in PEM format: {error}") from error
     if not is_signed:
-        raise AuthenticationFailed("a certificate request that is not signed with its own key")
+        raise AuthenticationFailed("a certificate request is not signed with its own key")
     if not isinstance(key, ec.EllipticCurvePublicKey) or not isinstance(key.curve, _CURVE):
-        raise AuthenticationFailed(f"a certificate request for another kind of key than {_CURVE.name}")
+        raise AuthenticationFailed(f"a certificate request must be for a {_CURVE.name} key")
     return key
 
 
@@ -340,7 +344,7 @@ def _memory_file(name: str, content: bytes) -> Iterator[Path]:
 
 
 def check_files(keys: TlsKeys) -> None:
-    """Refuse files that would fail every handshake for an unclear reason, and say which and why."""
+    """Check the files and raise a clear error for those that would make every handshake fail."""
     authorities = _read_certificates(keys.ca)
     certificate, key = _read_certificates(keys.certificate)[0], _read_key(keys.key)
     _check_pair(certificate, keys.certificate, key, keys.key)
@@ -350,18 +354,18 @@ def check_files(keys: TlsKeys) -> None:
             f"{keys.certificate} was not signed by {keys.ca}; take both from one `make_keys` folder"
         )
     _check_time(certificate, keys.certificate, "run `make_keys` again with the same folder to renew it")
-    _check_time(issuer, keys.ca, "make keys in a new folder")
+    _check_time(issuer, keys.ca, "make new keys in an empty folder")
 
 
 class CertificateFacts(NamedTuple):
-    """What a certificate says.
+    """Contents of a certificate.
 
     Attributes:
-        uris: What it is good for; empty for an authority.
-        is_authority: Whether it signs others.
-        begin: It is not valid before that time.
-        end: It is not valid after that time.
-        fingerprint: Of its key; the same as that of the request it was made for.
+        uris: The URIs it is valid for; empty for an authority.
+        is_authority: Whether it can sign others.
+        begin: Start of its validity.
+        end: End of its validity.
+        fingerprint: Fingerprint of its key, the same as that of its request.
         problem: Why it cannot be used now, and what to do; None if it can.
     """
 
@@ -374,7 +378,7 @@ class CertificateFacts(NamedTuple):
 
 
 def read_facts(path: Path, ca: Path) -> CertificateFacts:
-    """Read a certificate, and check it against the clock and the authority in `ca`, where that file exists.
+    """Read a certificate, and check it against the clock and the authority in `ca`, if that file exists.
 
     Raises:
         ConfigurationError: The file cannot be read, or is not a certificate of an elliptic-curve key.
@@ -443,7 +447,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     content = _read_file(path)
     mode = stat.S_IMODE(path.stat().st_mode)
     if mode & 0o077:
-        raise ConfigurationError(f"{path} can be read by others (mode {mode:o}); `chmod 600 {path}`")
+        raise ConfigurationError(f"{path} is readable by other users (mode {mode:o}); run `chmod 600 {path}`")
     try:
         key = serialization.load_pem_private_key(content, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
@@ -457,4 +461,4 @@ def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}; `make_keys` writes it") from error
+        raise ConfigurationError(f"cannot read {path}: {error.strerror}; create it with `make_keys`") from error

@@ -1,9 +1,9 @@
 """Both sides of the handshake, as state machines: a message in, a message out.
 
-Each side proves that it knows the cluster's token without sending it (HMAC over all messages so far, with a nonce of each
-side, so that a recorded handshake is worth nothing later), and that it is the worker and the incarnation the other side
-means. Where the channel has certificates, the name must be one of those certified. The name then stands for a rank: each
-side asks its directory (`admit`) whether both belong together. Both say which versions they run with, and compare.
+Each side proves that it knows the cluster's token without sending it (HMAC over all messages so far, with a nonce from each
+side, so that a recorded handshake cannot be replayed), and that it is the worker and the incarnation that the other side
+expects. If the channel has certificates, the name must be one of those certified. Each side then checks with its directory
+(`admit`) that name and rank belong together, and compares the versions.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Identity:
 
 
 def _proof(token: bytes, role: bytes, hello: Hello, listener: WorkerAddress, versions: Versions, nonce: bytes) -> bytes:
-    """Cover all that both sides have sent, so that a third party cannot change who is meant or what for."""
+    """Cover everything that both sides have sent, so that a third party cannot alter identities or purpose."""
     return hmac.digest(token or b"-", _encode((role, hello, listener, versions, nonce)), "sha256")
 
 
@@ -91,10 +91,12 @@ class CallerHandshake:
             raise kind(f"{name} refused the connection: {clean(message.reason, _MAX_REASON_BYTES)}")
         if isinstance(message, Challenge) and self.peer is None:
             if message.sender.info.name != name:
-                raise AuthenticationFailed(f"expected {name} but {message.sender.info.name} answered")
+                raise AuthenticationFailed(f"expected {name}, but {message.sender.info.name} answered")
             sent = (self._hello, message.sender, message.versions, message.nonce)
             if not hmac.compare_digest(message.proof, _proof(self._identity.token, b"listener", *sent)):
-                raise AuthenticationFailed(f"the process that listens for {name} does not know this cluster's token")
+                raise AuthenticationFailed(
+                    f"the process listening at {name}'s address does not have this cluster's token"
+                )
             _check_versions(self._identity, message.sender, message.versions)
             if certified is not None:
                 check_identity(certified, name)
@@ -103,7 +105,7 @@ class CallerHandshake:
             return Proof(_proof(self._identity.token, b"caller", *sent))
         if isinstance(message, Welcome) and self.peer is not None:
             return None
-        raise AuthenticationFailed(f"{name} sent {type(message).__name__} in the wrong place of the handshake")
+        raise AuthenticationFailed(f"{name} sent {type(message).__name__} out of order in the handshake")
 
 
 class ListenerHandshake:
@@ -123,7 +125,7 @@ class ListenerHandshake:
         return self._hello
 
     def on_message(self, message: Message, certified: frozenset[str] | None) -> Challenge | Welcome:
-        """Return the answer to the caller's message; `is_open` tells whether it was the last.
+        """Return the reply to the caller's message; `is_open` is set after the last one.
 
         Raises:
             AuthenticationFailed: The caller is refused; send `Refused` with this text and close.
@@ -138,7 +140,7 @@ class ListenerHandshake:
             self._admit(self._hello.sender)
             self.is_open = True
             return Welcome()
-        raise AuthenticationFailed(f"{type(message).__name__} in the wrong place of the handshake")
+        raise AuthenticationFailed(f"{type(message).__name__} out of order in the handshake")
 
     def _prove(self, role: bytes) -> bytes:
         me = self._identity
@@ -151,13 +153,14 @@ class ListenerHandshake:
         if certified is not None:
             check_identity(certified, sender.info.name)
         if sender.info.name == me.info.name:
-            raise IdentityTaken(f"this worker is called {me.info.name} itself; every worker needs a name of its own")
+            raise IdentityTaken(f"this worker is also named {me.info.name}; every worker needs its own name")
         if hello.to_name != me.info.name:
             raise AuthenticationFailed(f"this is {me.info.name}, not {hello.to_name}")
         if hello.to_incarnation not in (0, me.incarnation):
-            raise AuthenticationFailed(f"{me.info.name} has restarted since; this is another incarnation")
+            raise AuthenticationFailed(f"{me.info.name} has restarted; this is a different incarnation")
         if hello.trust != self._identity.trust:
             raise AuthenticationFailed(
-                f'trust="{hello.trust}" there, trust="{self._identity.trust}" here; start all workers with the same'
+                f'peer has trust="{hello.trust}", this worker trust="{self._identity.trust}"; start all workers '
+                "with the same trust"
             )
         _check_versions(self._identity, sender, hello.versions)

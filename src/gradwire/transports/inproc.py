@@ -18,7 +18,7 @@ _lock = threading.Lock()  # guards _listeners
 
 
 class InprocListener:
-    """Takes the other ends of socket pairs from a queue; an eventfd is readable while there are some."""
+    """Accepts the other ends of socket pairs from a queue; an eventfd is readable while there are any."""
 
     def __init__(self, worker: str, options: StreamOptions) -> None:
         self.uri = f"inproc://{worker}"
@@ -27,7 +27,7 @@ class InprocListener:
         self._closed = False
         with _lock:
             if self.uri in _listeners:
-                raise ConfigurationError(f"{self.uri} is in use in this process; choose another worker name")
+                raise ConfigurationError(f"{self.uri} is already in use in this process; choose another worker name")
             self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             _listeners[self.uri] = self
 
@@ -82,5 +82,5 @@ class InprocTransport:
         if listener is None:
             near.close()
             far.close()
-            raise ConnectFailed(f"no worker listens at {uri} in this process")
+            raise ConnectFailed(f"no worker is listening at {uri} in this process")
         return StreamConnection(Channel(near), self._options, slots=None, label=uri)

@@ -24,7 +24,7 @@ from gradwire.types import Trust, WorkerAddress
 from gradwire.wire.tensors import SHAREABLE_DTYPES
 
 LOCAL = "local"
-"""The host of workers that are known to be on this machine when the directory is made."""
+"""Host value for workers known to be on this machine when the directory is created."""
 
 _PREFERENCE = ("inproc", "unix", "tcp")  # cheapest first
 
@@ -45,7 +45,7 @@ class Listener(Protocol):
         """
 
     def close(self) -> None:
-        """Stop listening and remove what the address left behind. Idempotent."""
+        """Stop listening and remove the files of the address. Idempotent."""
 
 
 class Transport(Protocol):
@@ -64,9 +64,9 @@ class Transport(Protocol):
         """Open a connection; `deadline` is in `time.monotonic` seconds.
 
         Raises:
-            ConnectFailed: There is no answer.
-            ResourceExhausted: This process has no descriptor left for it.
-            AuthenticationFailed: The worker that answers belongs to another user or cluster, or only one side has keys.
+            ConnectFailed: No worker responds at that address.
+            ResourceExhausted: This process is out of descriptors.
+            AuthenticationFailed: The listener belongs to another user or cluster, or only one side has keys.
         """
 
 
@@ -74,7 +74,7 @@ def make_transports(config: WorkerConfig, trust: Trust, folder: Path | None) -> 
     """Make the transports that a worker listens on and connects with.
 
     Raises:
-        ConfigurationError: A transport lacks what it needs.
+        ConfigurationError: A setting that a transport needs is missing.
     """
     options = StreamOptions(
         limits=config.limits,
@@ -97,7 +97,7 @@ def make_transports(config: WorkerConfig, trust: Trust, folder: Path | None) -> 
 
 
 def choose_uri(address: WorkerAddress, host: str, schemes: Iterable[str]) -> str:
-    """Return the best of a worker's addresses from here: shared memory on one machine, TCP otherwise.
+    """Return the best of a worker's addresses for this worker: shared memory on one machine, TCP otherwise.
 
     Raises:
         ConnectFailed: None of them can be used from here.
@@ -117,7 +117,7 @@ def choose_uri(address: WorkerAddress, host: str, schemes: Iterable[str]) -> str
 
 
 def host_identity() -> str:
-    """Return a text that is equal for two processes exactly when they share a kernel and a network namespace."""
+    """Return an identifier that is equal for two processes exactly if they share a kernel and a network namespace."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot}/{os.stat('/proc/self/ns/net').st_ino}"

@@ -1,7 +1,7 @@
-"""Shared memory between two workers of one machine, used again.
+"""Reusable shared memory between two workers on one machine.
 
-Memory that was touched before takes a copy at 7 GB/s, fresh memory at 0.5 GB/s and less, so nothing here is given up
-while it may be needed again.
+Copying into memory that was touched before runs at 7 GB/s, into fresh memory at 0.5 GB/s or less, so slots are kept while
+they may be needed again.
 
     sender: LendingArena                                receiver: BorrowedSlots
       offer(n): a descriptor, with any frame     ->       add_fds(fds): map it, state byte := FREE, or leave it alone
@@ -77,7 +77,7 @@ _MAX_SCAN = 256  # lent slots looked at in one lend(): bounds its time to some 3
 
 @dataclass(frozen=True, slots=True)
 class ArenaStatistics:
-    """What a `LendingArena` or `BorrowedSlots` holds.
+    """Statistics of a `LendingArena` or `BorrowedSlots`.
 
     Attributes:
         num_slots: Slots that are mapped.
@@ -95,12 +95,12 @@ class ArenaStatistics:
 
 
 class Lease(msgspec.Struct, frozen=True):
-    """A slot for one message. If that is not sent, give the lease to `LendingArena.cancel`.
+    """A slot for one message. If the message is not sent, pass the lease to `LendingArena.cancel`.
 
     Attributes:
-        slot: What the receiver needs to know, for the tensor's metadata.
+        slot: The reference for the receiver, in the tensor's metadata.
         place: The slot itself.
-        num_bytes: What was asked for.
+        num_bytes: The requested size.
     """
 
     slot: SlotRef
@@ -113,7 +113,7 @@ class Lease(msgspec.Struct, frozen=True):
         return self.place.memory[PAGE : PAGE + self.num_bytes]
 
     def fill(self, address: int) -> None:
-        """Copy the bytes that lie there, and tell the receiver."""
+        """Copy the bytes at an address into the slot and mark it as filled for the receiver."""
         ctypes.memmove(self.place.address, address, self.num_bytes)  # a third of what two views and their copy cost
         self.place.state.value = LENT
 
@@ -122,12 +122,12 @@ class Lease(msgspec.Struct, frozen=True):
 
 
 class LendingArena:
-    """The sender's side: slots that it lends to the receiver of one connection.
+    """The sender's side: slots lent to the receiver of one connection.
 
     Args:
         limit_bytes: Capacity of all slots together.
-        retire_after_s: Slots that were not lent for so long make room for other sizes. A wait at all is what keeps two
-            sizes that do not fit together from pushing each other out with every message.
+        retire_after_s: Slots that were not lent for that long make room for other sizes. The delay keeps two sizes that do
+            not fit together from evicting each other with every message.
     """
 
     def __init__(self, limit_bytes: int, *, retire_after_s: float = 1.0) -> None:
@@ -159,10 +159,10 @@ class LendingArena:
         return Lease(SlotRef(slot.slot_id, capacity), slot, num_bytes)
 
     def offer(self, num_bytes: int) -> int | None:
-        """Return the descriptor of a new slot for messages like this one, to be sent along; the caller closes it.
+        """Return the descriptor of a new slot for messages of this size, to be sent with a frame; the caller closes it.
 
         None where limits or the system do not allow another slot. What becomes of the frame does not matter here: a slot
-        that the receiver does not map is given up after a while.
+        that the receiver does not map is dropped after some time.
         """
         capacity = round_up(num_bytes) if num_bytes > 0 else 0
         with self._lock:
@@ -185,7 +185,7 @@ class LendingArena:
     def cancel(self, lease: Lease) -> None:
         slot, capacity = lease.place, lease.slot.capacity
         with self._lock:
-            if slot not in self._lent.get(capacity, ()):  # closed meanwhile
+            if slot not in self._lent.get(capacity, ()):  # closed in the meantime
                 return
             self._lent[capacity].remove(slot)
             slot.state.value = FREE
@@ -215,7 +215,7 @@ class LendingArena:
         return free.pop() if free else None
 
     def _has_touched(self, slot: Slot, num_bytes: int) -> bool:
-        """Make a free slot's pages; without memory for them it is given up."""
+        """Allocate a free slot's pages; drop the slot if there is no memory for them."""
         try:
             slot.touch(num_bytes)
         except OSError:
@@ -225,7 +225,7 @@ class LendingArena:
         return True
 
     def _make_room(self, capacity: int, now: float) -> bool:
-        """Retire slots that have been idle, the longest idle first, until one of `capacity` fits."""
+        """Retire idle slots, longest idle first, until one of `capacity` fits."""
         if self._fits(capacity):
             return True
         if now < self._next_retirement:
@@ -264,13 +264,13 @@ class LendingArena:
 
 
 class BorrowedSlots:
-    """The receiver's side: the other worker's slots, mapped here, and whether something here uses them.
+    """The receiver's side: the other worker's slots, mapped here, and which of them are in use.
 
     Pages are not mapped ahead. Measured for 256 KiB and 64 MiB, reading or writing them all, that costs as much as the
     faults it saves, because the kernel maps 16 neighbours of a page that is there already.
 
     Args:
-        limit_bytes: Capacity of all slots together; what is offered beyond it is not mapped.
+        limit_bytes: Capacity of all slots together; slots beyond it are not mapped.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -283,9 +283,9 @@ class BorrowedSlots:
         self.unfilled: list[Slot] = []  # mapped, and not seen to be filled yet; for the thread that reads
 
     def add_fds(self, fds: Sequence[int]) -> None:
-        """Map the slots whose descriptors arrived, and close these.
+        """Map the slots whose descriptors arrived, and close the descriptors.
 
-        A slot that cannot be mapped is left alone: its sender sees that, and goes on to use the socket.
+        A slot that cannot be mapped is ignored: its sender notices and keeps using the socket.
         """
         try:
             with self._lock:
@@ -297,9 +297,9 @@ class BorrowedSlots:
                 os.close(fd)
 
     def map_slot(self, ref: SlotRef, num_bytes: int) -> Any:
-        """Return the first `num_bytes` of a slot, writable; it goes back to its sender when the buffer is freed.
+        """Return the first `num_bytes` of a slot, writable; the slot returns to its sender when the buffer is freed.
 
-        Views of the buffer (tensors, memoryviews) keep it. It must not be used before `are_filled`.
+        Views of the buffer (tensors, memoryviews) keep it alive. It must not be used before `are_filled`.
         """
         with self._lock:
             if self._is_closed:
@@ -310,7 +310,7 @@ class BorrowedSlots:
             if not 0 < num_bytes <= slot.capacity:
                 raise DecodeError(f"{num_bytes} bytes do not fit slot {ref.slot_id} of {ref.capacity}")
             if slot.loan is not None:
-                raise DecodeError(f"slot {ref.slot_id} was lent again while it is in use")
+                raise DecodeError(f"slot {ref.slot_id} was sent again while in use")
             if slot.state.value == FILLING:
                 self.unfilled.append(slot)
             return slot.borrow(num_bytes)
@@ -351,7 +351,7 @@ class BorrowedSlots:
     def _add_slot(self, fd: int) -> None:
         slot_id, capacity = check_memfd(fd)
         if slot_id in self._slots:
-            raise DecodeError(f"slot {slot_id} came twice")
+            raise DecodeError(f"slot {slot_id} was received twice")
         if not self._fits(capacity):
             self._drop_retired()
         if not self._fits(capacity):
@@ -360,7 +360,7 @@ class BorrowedSlots:
             slot = Slot(slot_id, capacity, fd)
         except OSError:  # no address space for it
             return
-        if slot.state.value != OFFERED:  # its sender has given it up meanwhile
+        if slot.state.value != OFFERED:  # its sender has dropped it in the meantime
             return
         self._slots[slot_id] = slot
         self._num_created += 1
@@ -452,13 +452,13 @@ class Slot:
             device_copies.pin(self._mapping, self.address, self.capacity)
 
     def retire(self) -> None:
-        """Free the pages and tell the receiver that the slot will not be lent again."""
+        """Free the pages and mark the slot as retired for the receiver."""
         advise(self.address, self.capacity, _MADV_REMOVE)
         self.state.value = RETIRED
 
 
 class SlotLoan(weakref.ref[Any]):
-    """Tells a slot that its buffer is gone; kept by the slot."""
+    """Weak reference that notifies a slot when its buffer is freed; kept by the slot."""
 
     __slots__ = ("slot",)
     slot: Slot
@@ -474,12 +474,12 @@ def _on_slot_freed(loan: SlotLoan, getpid: Any = os.getpid, free: int = FREE) ->
 
 @functools.lru_cache(maxsize=256)
 def bytes_type(num_bytes: int) -> Any:
-    """Return the ctypes array of so many bytes. Cached: each is a class, and only the cycle collector frees classes."""
+    """Return the ctypes array type of a size. Cached: each is a class, and only the cycle collector frees classes."""
     return ctypes.c_ubyte * num_bytes
 
 
 def round_up(num_bytes: int) -> int:
-    """Return the capacity for so many bytes: a power of two, and no less than a page."""
+    """Return the capacity for a size: the next power of two, and at least a page."""
     return 1 << (num_bytes - 1).bit_length() if num_bytes > PAGE else PAGE
 
 
@@ -515,18 +515,18 @@ def check_memfd(fd: int) -> tuple[int, int]:
     try:
         seals = fcntl.fcntl(fd, _F_GET_SEALS)
     except OSError as error:  # a file, a socket, a pipe
-        raise DecodeError(f"a file descriptor arrived that is not shared memory: {error}") from error
+        raise DecodeError(f"received a file descriptor that is not shared memory: {error}") from error
     if seals & ~_SEAL_EXEC != _SEALS:
-        raise DecodeError("a file descriptor arrived that does not have the seals of a slot")
+        raise DecodeError("received a file descriptor without the seals of a slot")
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-        raise DecodeError("a file descriptor arrived that is not shared memory of this user")
+        raise DecodeError("received a file descriptor of shared memory that belongs to another user")
     capacity = status.st_size - PAGE
     if capacity < PAGE or capacity & (capacity - 1):
-        raise DecodeError(f"a slot of {capacity} bytes arrived, which is not a power of two from {PAGE}")
+        raise DecodeError(f"received a slot of {capacity} bytes, which is not a power of two of at least {PAGE}")
     slot_id: int = _NUMBER.unpack(os.pread(fd, _NUMBER.size, _NUMBER_AT))[0]
     if slot_id > _MAX_NUMBER:
-        raise DecodeError(f"a slot of number {slot_id} arrived")
+        raise DecodeError(f"received a slot with the invalid number {slot_id}")
     return slot_id, capacity
 
 

@@ -1,8 +1,8 @@
 """A connection: frames in and out of a byte stream.
 
 Sending captures: when `send` returns, every byte of the message is in the kernel or in shared memory, so the caller may
-change its tensors. Several threads may send; frames never mix. Reading is for one thread at a time, the one that holds the
-right to (see `gradwire.rpc.reader`), and goes straight into the final buffers where segments are large.
+change its tensors. Several threads may send; frames never mix. One thread at a time reads, the one that holds the reader
+(see `gradwire.rpc.reader`), and large segments are read straight into their final buffers.
 
 A frame may arrive before its shared memory is filled (`_SharedParts`). It is handed out afterwards, a few microseconds later
 as a rule. If that takes longer, `read_nowait` returns nothing new and `has_hidden_bytes` is true, so that the reader comes
@@ -58,7 +58,7 @@ _scratch = threading.local()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamOptions:
-    """What the connections of one worker share."""
+    """Resources shared by the connections of one worker."""
 
     limits: Limits = field(default_factory=Limits)
     shared_memory_from: int = 64 * KIB
@@ -67,11 +67,11 @@ class StreamOptions:
 
 
 class StreamConnection:
-    """Frames over a `Channel`, which moves the bytes.
+    """Sends and receives frames over a `Channel`.
 
     Args:
-        slots: Shared memory that the other side lends, where the channel passes descriptors; then this side lends too.
-        label: What to call the connection in errors, e.g. ``unix:///.../w1.sock``.
+        slots: Shared memory lent by the peer, if the channel passes descriptors; this side then lends some as well.
+        label: Name of the connection in errors, e.g. ``unix:///.../w1.sock``.
     """
 
     def __init__(self, channel: Channel, options: StreamOptions, *, slots: BorrowedSlots | None, label: str) -> None:
@@ -120,15 +120,15 @@ class StreamConnection:
         """Write one frame; return when all of it has been captured. The ``tensors`` of its header are set here.
 
         Args:
-            hold_back: A small frame may wait for the next one or for `flush`, whichever comes first.
-            devices: The receiver's name for each device here; None: the same.
+            hold_back: Whether a small frame may be held until the next one or `flush`, whichever comes first.
+            devices: The receiver's name for each device here; None if they are the same.
 
         Raises:
-            CannotSend: A tensor cannot travel; nothing was sent.
+            CannotSend: A tensor cannot be sent; nothing was sent.
             LimitExceeded: The message is larger than `Limits.frame_bytes`; nothing was sent.
-            TimeoutError: The deadline passed; a frame that was cut in the middle has closed the connection.
-            ConnectionLost: The other side is gone.
-            ConnectionClosed: This side had closed the connection.
+            TimeoutError: The deadline passed; if a frame was partly sent, the connection is closed.
+            ConnectionLost: The peer has closed the connection.
+            ConnectionClosed: This side has closed the connection.
         """
         limits, shared, copies, is_out = self._limits, None, None, False
         buffers: list[Buffer] = [body]
@@ -172,7 +172,7 @@ class StreamConnection:
             if shared is not None:
                 self._write(buffers, shared.descriptors, deadline)
                 is_out = True
-                shared.fill()  # the lock is free, so another thread may send its frame meanwhile
+                shared.fill()  # the lock is free, so another thread may send its frame at the same time
             elif not (hold_back and self._hold_back(buffers)):
                 self._write(buffers, (), deadline)
         finally:
@@ -216,7 +216,7 @@ class StreamConnection:
         is_cut = False  # whether part of a frame may be out
         try:
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here")
+                raise ConnectionClosed(f"{self.label} was closed by this worker")
             if self._held_back:
                 buffers = [b"".join(self._held_back), *buffers]
             elif not buffers:
@@ -234,9 +234,9 @@ class StreamConnection:
                 self._write_rest(buffers, written or 0, deadline)
             is_cut = False
         except ConnectionLost:
-            is_cut = False  # it has ended, and what came before its end can still be read
+            is_cut = False  # it is closed, but data received before that can still be read
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here") from None
+                raise ConnectionClosed(f"{self.label} was closed by this worker") from None
             raise
         finally:
             if is_cut:
@@ -250,7 +250,7 @@ class StreamConnection:
             if deadline is not None:
                 left = min(_SLICE_S, deadline - time.monotonic())
                 if left <= 0:
-                    raise TimeoutError(f"another message still occupies {self.label}")
+                    raise TimeoutError(f"another message is still being sent on {self.label}")
 
     def _write_rest(self, buffers: list[Buffer], written: int, deadline: float | None) -> None:
         rest: list[Buffer] = [memoryview(item).cast("B") for item in buffers]
@@ -269,16 +269,16 @@ class StreamConnection:
         event = select.POLLIN if self.channel.write_waits_for_reading() else select.POLLOUT
         while not _poll(self.channel.fileno(), event, 200):
             if deadline is not None and time.monotonic() >= deadline:
-                raise TimeoutError(f"{self.label} took no bytes")
+                raise TimeoutError(f"{self.label} accepted no bytes")
         if self.is_closed:
             raise ConnectionLost(f"{self.label} ended")
 
     def read_nowait(self) -> list[Frame] | None:
-        """Read what is there; return the frames it completed (maybe none), or None when nothing is there now.
+        """Read available bytes; return the completed frames (possibly none), or None if no bytes are available.
 
         Raises:
-            ConnectionLost: The other side ended the connection.
-            ConnectionClosed: This side did.
+            ConnectionLost: The peer has closed the connection.
+            ConnectionClosed: This side has closed it.
             DecodeError: The bytes are not frames, or shared memory is never filled; close the connection.
         """
         if self._unfilled:
@@ -294,14 +294,14 @@ class StreamConnection:
             num_bytes = self.channel.read_into(scratch if target is None else target)
         except ConnectionLost:
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here") from None
+                raise ConnectionClosed(f"{self.label} was closed by this worker") from None
             raise
         if num_bytes is None:
             return None
         if num_bytes == 0:
             if self.is_closed:
-                raise ConnectionClosed(f"{self.label} was closed here")
-            raise ConnectionLost(f"{self.label} was ended by the other side")
+                raise ConnectionClosed(f"{self.label} was closed by this worker")
+            raise ConnectionLost(f"{self.label} was closed by the peer")
         self.bytes_received += num_bytes
         frames = decoder.advance(num_bytes) if target is not None else decoder.feed(scratch[:num_bytes])
         if self._slots is not None and self._slots.unfilled:
@@ -320,7 +320,7 @@ class StreamConnection:
         return []
 
     def _wait_filled(self) -> list[Frame]:
-        """Return the frames that were kept, or none if their shared memory is not filled within a moment.
+        """Return the frames that wait for shared memory, or none if it is not filled within a moment.
 
         Nothing can be waited for but the end of the connection.
         """
@@ -328,14 +328,14 @@ class StreamConnection:
         # Asked first: what was filled before the end counts. Without an event to wait for, unread bytes do not hide it.
         has_ended = _poll(self.channel.fileno(), 0, _SLEEP_MS)
         if self.is_closed:
-            raise ConnectionClosed(f"{self.label} was closed here")
+            raise ConnectionClosed(f"{self.label} was closed by this worker")
         if self._slots.are_filled():
             frames, self._unfilled = self._unfilled, []
             return frames
         if has_ended:
-            raise ConnectionLost(f"{self.label} was ended by the other side")
+            raise ConnectionLost(f"{self.label} was closed by the peer")
         if time.monotonic() > self._fill_deadline:
-            raise DecodeError(f"shared memory that was announced was not filled within {_FILL_S:g} s")
+            raise DecodeError(f"announced shared memory was not filled within {_FILL_S:g} s")
         return []
 
     def has_hidden_bytes(self) -> bool:
@@ -343,7 +343,7 @@ class StreamConnection:
         return bool(self._unfilled) or (self._hides_bytes and self.channel.has_hidden_bytes())
 
     def wait_readable(self, timeout_s: float) -> bool:
-        """Return whether something can be read within that time (or the connection ended)."""
+        """Return whether something can be read within that time (or the connection closed)."""
         return _poll(self.channel.fileno(), select.POLLIN, timeout_s * 1000)
 
     def receive(self, deadline: float) -> Frame:
@@ -352,7 +352,9 @@ class StreamConnection:
             frames = self.read_nowait()
             if frames:
                 if len(frames) > 1:
-                    raise DecodeError(f"{len(frames)} messages at once in a handshake, which takes turns")
+                    raise DecodeError(
+                        f"received {len(frames)} messages at once in a handshake, which allows one at a time"
+                    )
                 return frames[0]
             if frames is None:
                 left = deadline - time.monotonic()
@@ -361,7 +363,7 @@ class StreamConnection:
                 self.wait_readable(min(left, 0.2))
 
     def close(self) -> None:
-        """End the connection. Tensors that came through its shared memory stay valid. Idempotent."""
+        """Close the connection. Tensors received through its shared memory stay valid. Idempotent."""
         self.is_closed = True
         self.channel.close()
         self._unfilled = []
@@ -380,7 +382,7 @@ def start_copies() -> HostCopies:
 
 _COPY_IN_PARALLEL_FROM = 8 * MIB  # from here on torch's copy pays, which uses several cores
 _MAX_LEASES = 64
-_MAX_DESCRIPTORS = 64  # the receiver has room for so many; the kernel takes 253 with one frame
+_MAX_DESCRIPTORS = 64  # the receiver's limit; the kernel accepts 253 with one frame
 # Whether another core that sees a store also sees those before it; elsewhere it takes the system call that sends a frame.
 _ORDERS_STORES = platform.machine() in ("x86_64", "AMD64")
 # At this size the copy takes about as long as the receiver may look for its end instead of sleeping, and what early
@@ -389,11 +391,11 @@ _ANNOUNCED_BYTES = MIB if _ORDERS_STORES and len(os.sched_getaffinity(0)) > 1 el
 
 
 class _SharedParts:
-    """The parts of one message that lie in shared memory.
+    """The parts of one message that are in shared memory.
 
     Attributes:
-        descriptors: Of new slots that the other side may use later.
-        is_filled: Whether the bytes of all parts are there; set by `fill`, after the frame is out.
+        descriptors: Descriptors of new slots that the peer may use later.
+        is_filled: Whether the bytes of all parts have been copied; set by `fill`, after the frame is sent.
     """
 
     def __init__(self, arena: LendingArena) -> None:
@@ -407,10 +409,10 @@ class _SharedParts:
         self._copied: list[Lease] = []  # those that a device writes to
 
     def place(self, meta: TensorMeta, parts: Sequence[torch.Tensor], copies: HostCopies | None) -> bool:
-        """Put a dense tensor into a slot and note that in its metadata; return False if there is no slot for it.
+        """Assign a slot to a dense tensor and record it in its metadata; return False if there is no slot for it.
 
         Args:
-            copies: For a tensor on a device. It is in its slot when they have been waited for.
+            copies: For a tensor on a device, which is in its slot once they have been waited for.
         """
         lease = self._arena.lend(meta.num_bytes) if len(self._leases) < _MAX_LEASES else None
         if lease is None:
@@ -449,9 +451,9 @@ class _SharedParts:
         self.is_filled = True
 
     def close(self, are_slots_free: bool) -> None:
-        """Close the descriptors, of which the other side has its own now; take back what was not sent.
+        """Close the descriptors, of which the peer has its own copies, and cancel leases that were not sent.
 
-        A slot that a device may still write to is lost until the connection ends.
+        A slot that a device may still write to stays unused until the connection closes.
         """
         for descriptor in self.descriptors:
             os.close(descriptor)
@@ -471,8 +473,8 @@ class Channel:
     One thread reads and one writes at a time; they may be different ones.
 
     Attributes:
-        can_vanish: Whether the other side may be gone without an event on the descriptor; see `is_vanished`.
-        hides_bytes: Whether `has_hidden_bytes` has to be asked.
+        can_vanish: Whether the peer can disappear without an event on the descriptor; see `is_vanished`.
+        hides_bytes: Whether `has_hidden_bytes` must be checked.
     """
 
     can_vanish = False  # on one machine the kernel reports the end of a process at once
@@ -486,7 +488,7 @@ class Channel:
         return self._socket.fileno()
 
     def read_into(self, buffer: Buffer) -> int | None:
-        """Return the number of bytes read; 0 at the end of the stream; None when nothing is there now.
+        """Return the number of bytes read; 0 at the end of the stream; None if no bytes are available.
 
         Raises:
             ConnectionLost: The connection broke.
@@ -499,7 +501,7 @@ class Channel:
             raise ConnectionLost(f"the connection broke while reading: {error}") from error
 
     def write(self, buffers: Sequence[Buffer], descriptors: Sequence[int]) -> int | None:
-        """Return the number of bytes written, which may be fewer than given; None when there is no room now.
+        """Return the number of bytes written, which may be fewer than given; None if there is no room.
 
         Raises:
             ConnectionLost: The connection broke.
@@ -525,26 +527,26 @@ class Channel:
         return False
 
     def holds_unsent(self) -> bool:
-        """Return whether the last `write` took bytes that it did not report (TLS cannot give a record back)."""
+        """Return whether the last `write` accepted bytes that it did not report (TLS cannot return a record)."""
         return False
 
     def has_hidden_bytes(self) -> bool:
-        """Return whether bytes were taken from the descriptor that were not read yet (TLS decrypts ahead)."""
+        """Return whether bytes were taken from the descriptor but not read yet (TLS decrypts ahead)."""
         return False
 
     def certified_names(self) -> frozenset[str] | None:
-        """Return the worker names that the other side's certificate is good for; None without certificates."""
+        """Return the worker names that the peer's certificate is valid for; None without certificates."""
         return None
 
     def is_vanished(self) -> bool:
-        """Return whether the other machine has not acknowledged anything for seconds, although it should.
+        """Return whether the other machine has acknowledged nothing for seconds, although data is outstanding.
 
-        Must be asked now and then where `can_vanish`: there is no event for it.
+        Must be polled if `can_vanish`: there is no event for it.
         """
         return False
 
     def close(self) -> None:
-        """End the connection. Idempotent; a thread that waits for the descriptor wakes up."""
+        """Close the connection and wake up a thread that waits for the descriptor. Idempotent."""
         end_socket(self._socket)
 
 
@@ -586,13 +588,13 @@ def _num_bytes(buffer: Buffer) -> int:
 
 
 def check_exhausted(error: OSError) -> None:
-    """Tell a process that is out of descriptors from a peer that does not listen."""
+    """Distinguish running out of descriptors from a peer that does not listen."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-        raise ResourceExhausted(f"no connection can be opened: {error}; raise the limit (ulimit -n)") from error
+        raise ResourceExhausted(f"cannot open a connection: {error}; raise the limit (ulimit -n)") from error
 
 
 def end_socket(sock: socket.socket) -> None:
-    """End a connection so that a thread waiting for it wakes up, then close its descriptor."""
+    """Shut a connection down, which wakes up waiting threads, then close its descriptor."""
     with contextlib.suppress(OSError):
         sock.shutdown(socket.SHUT_RDWR)
     with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Workers on other machines: ``tcp://host:port?tls``, with TLS 1.3 on both sides; ``tcp://host:port`` without keys.
+"""Transport between machines: ``tcp://host:port?tls`` with mutual TLS 1.3, or ``tcp://host:port`` without keys.
 
 Without keys only loopback can be bound or reached. The kernel watches the other host (a keep-alive probe every second, four
 unanswered ones end an idle connection), so a vanished machine is noticed while Python is busy, too. While bytes are under
@@ -34,7 +34,7 @@ class TcpChannel(Channel):
     can_vanish = True
 
     def is_vanished(self) -> bool:
-        """Return whether the kernel has tried again and again to send something, without an answer.
+        """Return whether the kernel has repeatedly retried sending without a response.
 
         Bytes that have left this machine are retransmitted. Bytes that have not, because the other side had no room or
         this machine had no route, stay behind a probe, which has a count of its own. An answer sets either back to zero.
@@ -48,7 +48,7 @@ class TcpChannel(Channel):
 
 
 class TlsChannel(TcpChannel):
-    """Bytes over TLS. OpenSSL must not read and write one connection at once, so a lock covers each short step."""
+    """Channel over TLS. OpenSSL must not read and write a connection concurrently, so a lock guards each short step."""
 
     hides_bytes = True
     _socket: ssl.SSLSocket
@@ -137,10 +137,10 @@ def _records(buffers: Sequence[Buffer]) -> list[Buffer]:
 
 def _translate(error: Exception) -> TransportError:
     if isinstance(error, ssl.SSLCertVerificationError):
-        return AuthenticationFailed(f"the other side's certificate is not of this cluster: {error.verify_message}")
+        return AuthenticationFailed(f"the peer's certificate does not belong to this cluster: {error.verify_message}")
     if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError | ssl.SSLZeroReturnError):
         return AuthenticationFailed(
-            f"no TLS 1.3 connection ({error.reason or error}); both sides need keys made from one cluster authority"
+            f"TLS 1.3 handshake failed ({error.reason or error}); both sides need keys from the same cluster authority"
         )
     return ConnectionLost(f"the connection broke: {error}")
 
@@ -172,7 +172,7 @@ class TcpListener(SocketListener):
 
 
 def _listen(host: str, first: int, last: int) -> socket.socket:
-    """Return a listener at the first port of a range that is free."""
+    """Return a listener on the first free port of a range."""
     family = socket.getaddrinfo(host, first, type=socket.SOCK_STREAM)[0][0]
     for port in range(first, last + 1):
         try:
@@ -180,16 +180,16 @@ def _listen(host: str, first: int, last: int) -> socket.socket:
         except OSError as error:
             if error.errno != errno.EADDRINUSE or port == last:
                 raise
-    raise AssertionError("a range has at least one port")
+    raise AssertionError("a port range needs at least one port")
 
 
 class TcpTransport:
-    """Reaches workers over a network.
+    """Connects workers over a network.
 
     Args:
         host: Address to bind; must be loopback without `keys`.
         port: Port to bind; 0 for any, ``(first, last)`` for a range.
-        advertised_host: What others connect to, when `host` is a wildcard.
+        advertised_host: Address that others connect to if `host` is a wildcard.
     """
 
     scheme = "tcp"
@@ -204,7 +204,7 @@ class TcpTransport:
     ) -> None:
         if keys is None and not is_loopback(host):
             raise ConfigurationError(
-                f"tcp would listen on {host} without keys, and anyone could connect; make keys with "
+                f"tcp would listen on {host} without keys, so that anyone could connect; make keys with "
                 f"gradwire.transports.tls.make_keys and pass tls=, or bind 127.0.0.1"
             )
         self._host, self._port = host, port
@@ -222,11 +222,11 @@ class TcpTransport:
     def connect(self, uri: str, deadline: float) -> StreamConnection:
         host, port, is_tls = _split_uri(uri)
         if self._client is None and is_tls:
-            raise AuthenticationFailed(f"{uri} wants TLS and this worker has no keys; pass tls= to every worker")
+            raise AuthenticationFailed(f"{uri} requires TLS, but this worker has no keys; pass tls= to every worker")
         if self._client is not None and not is_tls:
-            raise AuthenticationFailed(f"{uri} listens without TLS and this worker has keys; pass tls= to every worker")
+            raise AuthenticationFailed(f"{uri} does not use TLS, but this worker has keys; pass tls= to every worker")
         if self._client is None and not is_loopback(host):
-            raise AuthenticationFailed(f"{uri} is on another machine and this worker has no keys; pass tls=")
+            raise AuthenticationFailed(f"{uri} is on another machine, but this worker has no keys; pass tls=")
         try:
             sock = _connect(host, int(port), deadline)
         except (OSError, ValueError, OverflowError) as error:  # the latter two: that is not a port
@@ -272,6 +272,6 @@ def make_uri(host: str, port: int | str, is_tls: bool) -> str:
 
 
 def _split_uri(uri: str) -> tuple[str, str, bool]:
-    """Return host, port, and whether it takes keys to get in."""
+    """Return host, port, and whether the address uses TLS."""
     host, _, port = uri.removeprefix("tcp://").removesuffix(_TLS).rpartition(":")
     return host.strip("[]"), port, uri.endswith(_TLS)

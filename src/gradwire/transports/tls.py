@@ -1,14 +1,14 @@
-"""TLS 1.3 with certificates on both sides, and the worker names that a certificate is good for.
+"""Mutual TLS 1.3, and the worker names that a certificate is valid for.
 
 `make_keys` writes a certificate authority for one cluster and, signed by it, a certificate for each worker (or one for
-all of them). Both ends of a connection show theirs; nothing else is trusted, no public authority and no host name. A
-host name says where a worker runs, and workers move; what counts is the worker's *name*, which the certificate carries:
+all of them). Both ends of a connection present theirs. Nothing else is trusted: no public authority and no host name, which
+only says where a worker runs. A worker is identified by its *name* in the certificate:
 
-    URI:urn:gradwire:worker:<name, percent-encoded>      good for that worker
-    URI:urn:gradwire:worker:*                            good for every worker
+    URI:urn:gradwire:worker:<name, percent-encoded>      valid for that worker
+    URI:urn:gradwire:worker:*                            valid for every worker
 
-Percent-encoding makes any name plain ASCII without separators, so that no name can pass for another one. After the
-TLS handshake the connection's own handshake names the worker; `check_identity` compares the two.
+Percent-encoding makes any name plain ASCII without separators, so that no name can be mistaken for another. After the TLS
+handshake, gradwire's own handshake names the worker, and `check_identity` compares the two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from gradwire.errors import AuthenticationFailed, ConfigurationError
 __all__ = ["keys_for", "make_keys"]
 
 ANY_WORKER = "*"
-"""The name that stands for every worker; `make_keys` reads its default ``"worker"`` the same way."""
+"""The name that stands for every worker; `make_keys` treats its default ``"worker"`` the same way."""
 
 _URI_PREFIX = "urn:gradwire:worker:"
 _SAFE_IN_FILES = " !#$&'()+,:;=@[]"
@@ -34,41 +34,42 @@ _SAFE_IN_FILES = " !#$&'()+,:;=@[]"
 def make_keys(folder: str | Path, names: Iterable[str] = ("worker",), *, days: int = 365) -> None:
     """Write the keys of a cluster: ``ca.pem``, ``ca.key``, and ``<name>.pem`` and ``<name>.key`` for each name.
 
-    An authority that is in the folder already is used again, never overwritten: that is how workers are added and
-    certificates renewed. Machines need ``ca.pem`` and their own worker's two files; ``ca.key`` stays where it is.
+    An authority that already exists in the folder is reused, never overwritten: call this again to add workers or renew
+    certificates. A machine needs ``ca.pem`` and the two files of its worker; keep ``ca.key`` where it is.
 
     Args:
-        folder: Made with mode 0700 if it does not exist.
+        folder: Created with mode 0700 if it does not exist.
         names: Worker names. ``"worker"`` and ``"*"`` stand for every worker, in ``worker.pem`` and ``worker.key``.
-        days: How long the certificates are valid, as far as the authority is. A new one lasts ten years or longer.
+        days: Validity of the certificates, limited by that of the authority. A new authority is valid for ten years or more.
 
     Raises:
-        ConfigurationError: The folder is open to others, holds half of an authority or an expired one, or cannot be
-            written.
+        ConfigurationError: The folder is accessible to others, has an incomplete or expired authority, or is not writable.
     """
     wanted, base = list(names), Path(folder)
     if isinstance(names, str) or days < 1 or not all(map(_is_name, wanted)):
-        raise ConfigurationError(f"make_keys needs a list of names, none empty, and days from 1, not {names!r}, {days}")
-    from gradwire.transports import certificates  # with the cryptography library, which most workers never need
+        raise ConfigurationError(
+            f"make_keys needs a list of non-empty names and days of at least 1, not {names!r}, {days}"
+        )
+    from gradwire.transports import certificates  # imports the cryptography library, which most workers never need
 
     try:
         certificates.write_keys(base, {_uri_of(name): keys_for(base, name) for name in wanted}, days)
     except OSError as error:
-        raise ConfigurationError(f"cannot write keys to {base}: {error}; name a folder that can be written") from error
+        raise ConfigurationError(f"cannot write keys to {base}: {error}; choose a writable folder") from error
 
 
 def make_request(folder: str | Path, name: str) -> tuple[TlsKeys, Path, str]:
-    """Write a private key for a worker and a request for its certificate, on the machine where the worker will run.
+    """Write a private key for a worker and a certificate request, on the machine where the worker will run.
 
     Args:
-        folder: Made with mode 0700 if it does not exist.
-        name: Of the worker.
+        folder: Created with mode 0700 if it does not exist.
+        name: Name of the worker.
 
     Returns:
-        The worker's files, of which the certificate is still to come; the request; the fingerprint of the key.
+        The worker's files (the certificate does not exist yet), the request, and the fingerprint of the key.
 
     Raises:
-        ConfigurationError: The folder is open to others, cannot be written, or has a key for that worker.
+        ConfigurationError: The folder is accessible to others, is not writable, or already has a key for that worker.
     """
     from gradwire.transports import certificates
 
@@ -78,27 +79,25 @@ def make_request(folder: str | Path, name: str) -> tuple[TlsKeys, Path, str]:
     try:
         return files, request, certificates.write_request(files, request)
     except FileExistsError as error:
-        raise ConfigurationError(f"{files.key} exists already; remove it to make a new key") from error
+        raise ConfigurationError(f"{files.key} already exists; remove it to make a new key") from error
     except OSError as error:
-        raise ConfigurationError(
-            f"cannot write keys to {folder}: {error}; name a folder that can be written"
-        ) from error
+        raise ConfigurationError(f"cannot write keys to {folder}: {error}; choose a writable folder") from error
 
 
 def sign_request(folder: str | Path, request: str | Path, name: str, *, days: int = 365) -> tuple[bytes, str]:
-    """Sign a request for a worker with the authority that `make_keys` has written to a folder.
+    """Sign a worker's certificate request with the authority that `make_keys` wrote to a folder.
 
     Args:
-        folder: Where ``ca.pem`` and ``ca.key`` are.
-        request: The file that `make_request` has written. A name in it would not count.
-        name: What the certificate is good for: one worker, or ``"worker"`` or ``"*"`` for all.
-        days: How long it is valid, as far as the authority is.
+        folder: Folder with ``ca.pem`` and ``ca.key``.
+        request: The file written by `make_request`. A name in it is ignored.
+        name: Name of the worker the certificate is valid for, or ``"worker"`` or ``"*"`` for all.
+        days: Validity of the certificate, limited by that of the authority.
 
     Returns:
-        The certificate (PEM), and the fingerprint of its key.
+        The certificate (PEM) and the fingerprint of its key.
 
     Raises:
-        AuthenticationFailed: The request is damaged, or for a key of another kind.
+        AuthenticationFailed: The request is not valid, or is for another kind of key.
         ConfigurationError: The folder has no authority, or a file cannot be read.
     """
     from gradwire.transports import certificates
@@ -119,42 +118,42 @@ def keys_for(folder: str | Path, name: str = "worker") -> TlsKeys:
 
 
 def server_context(keys: TlsKeys) -> ssl.SSLContext:
-    """Make the context of a listener: the other side must show a certificate of the cluster."""
+    """Make the context of a listener: the peer must present a certificate of the cluster."""
     context = _make_context(ssl.PROTOCOL_TLS_SERVER, keys)
-    context.num_tickets = 0  # no resumption: every connection shows its certificate
+    context.num_tickets = 0  # no resumption: every connection presents its certificate
     return context
 
 
 def client_context(keys: TlsKeys) -> ssl.SSLContext:
-    """Make the context of a caller. Host names are not compared, worker names are: see `certified_names`."""
+    """Make the context of a caller. Worker names are checked, not host names: see `certified_names`."""
     return _make_context(ssl.PROTOCOL_TLS_CLIENT, keys)
 
 
 def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
-    """Return the worker names that the other side's certificate is good for; ``"*"`` among them means all."""
+    """Return the worker names that the peer's certificate is valid for; ``"*"`` stands for all."""
     try:
         certificate: dict[str, Any] = sock.getpeercert() or {}
         uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
         names = frozenset(names_of_uris(uris))
     except ValueError as error:
-        raise AuthenticationFailed(f"the other side's certificate cannot be read: {error}") from error
+        raise AuthenticationFailed(f"the peer's certificate cannot be read: {error}") from error
     if not names:
-        raise AuthenticationFailed("the other side's certificate names no worker; make it with `make_keys`")
+        raise AuthenticationFailed("the peer's certificate does not name a worker; make one with `make_keys`")
     return names
 
 
 def check_identity(names: Iterable[str], worker_name: str) -> None:
-    """Compare the names of a certificate (`certified_names`) with the name that its owner gives itself."""
+    """Check that a certificate (`certified_names`) is valid for the name that the peer gave in the handshake."""
     allowed = frozenset(names)
     if ANY_WORKER not in allowed and worker_name not in allowed:
         raise AuthenticationFailed(
-            f"worker {worker_name!r} showed a certificate for {sorted(allowed)}; start it with the one that `make_keys` "
-            f"has written for {worker_name!r}"
+            f"worker {worker_name!r} presented a certificate for {sorted(allowed)}; start it with the one that `make_keys` "
+            f"wrote for {worker_name!r}"
         )
 
 
 def uri_of_worker(name: str) -> str:
-    """Return the URI that makes a certificate good for exactly this worker, or for all of them with `ANY_WORKER`."""
+    """Return the URI that makes a certificate valid for exactly this worker, or for all with `ANY_WORKER`."""
     return _URI_PREFIX + (ANY_WORKER if name == ANY_WORKER else quote(name, safe=""))
 
 
@@ -165,7 +164,7 @@ def names_of_uris(uris: Iterable[str]) -> list[str]:
 
 def _check_name(name: str) -> None:
     if not _is_name(name):
-        raise ConfigurationError(f"a worker's name must be text that is not empty, not {name!r}")
+        raise ConfigurationError(f"a worker's name must be a non-empty string, not {name!r}")
 
 
 def _is_name(name: str) -> bool:
@@ -191,7 +190,7 @@ def _make_context(protocol: int, keys: TlsKeys) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_STRICT
     try:
         context.load_verify_locations(cafile=keys.ca)
-        # The empty password: without one, OpenSSL would ask at the terminal for that of an encrypted key.
+        # Without a password argument, OpenSSL would prompt on the terminal for an encrypted key.
         context.load_cert_chain(keys.certificate, keys.key, password="")
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(f"OpenSSL does not accept {keys.certificate} and {keys.key}: {error}") from error

@@ -1,7 +1,7 @@
-"""Workers on one machine: ``unix:///folder/name.sock``, with shared memory for large tensors.
+"""Transport on one machine: ``unix:///folder/name.sock``, with shared memory for large tensors.
 
-Other users do not get in: the folder is 0700, and both sides ask the kernel for the other's user id. Large tensors travel in
-slots (`gradwire.transports.shared_memory`) whose descriptors are passed with a frame.
+Other users cannot connect: the folder has mode 0700, and both sides get the other's user id from the kernel. Large tensors
+are sent in slots (`gradwire.transports.shared_memory`) whose descriptors are passed with a frame.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class UnixListener(SocketListener):
         check_private(path.parent)
         if len(os.fsencode(path)) > _PATH_BYTES:
             raise ConfigurationError(
-                f"{path} is longer than the {_PATH_BYTES} bytes of a Unix socket; use a shorter folder"
+                f"{path} is longer than the {_PATH_BYTES} bytes allowed for a Unix socket; use a shorter folder"
             )
         self._path = path
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -115,7 +115,7 @@ class UnixTransport:
                 check_exhausted(error)
                 raise ConnectFailed(f"no answer at {uri}: {error}") from error
             if uid != os.geteuid():
-                raise AuthenticationFailed(f"{uri} belongs to user {uid}, not to user {os.geteuid()}")
+                raise AuthenticationFailed(f"{uri} belongs to user {uid}, not user {os.geteuid()}")
             undo.pop_all()
         return _make_connection(sock, self._options, uri)
 
@@ -132,7 +132,7 @@ def _make_connection(sock: socket.socket, options: StreamOptions, label: str) ->
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """Return the user id of the process at the other end, as the kernel knows it."""
+    """Return the user id of the peer process, from the kernel."""
     data = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(data)[1])
 
@@ -152,10 +152,10 @@ _LOCK = "lock"
 
 
 class SocketFolder:
-    """A folder of mode 0700 in the system's temporary folder; those that killed processes left are removed first.
+    """A folder of mode 0700 in the system's temporary folder; stale ones of killed processes are removed first.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
     """
 
     def __init__(self) -> None:

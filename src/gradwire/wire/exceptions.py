@@ -1,4 +1,4 @@
-"""Exceptions as data and back. No pickle is read, and no constructor of a class that a peer names is run.
+"""Convert exceptions to data and back. No pickle is read, and no constructor of a class named by a peer is run.
 
     worker c                    worker b                          worker a (the caller)
       raises ValueError
@@ -8,7 +8,7 @@
                                                                     __cause__  RemoteTraceback of b
                                                                       __cause__  RemoteTraceback of c
 
-Every hop keeps the traceback of the one before it as its cause, so an ordinary printed traceback shows the whole way.
+Every hop keeps the previous traceback as its cause, so that an ordinary printed traceback shows the whole path.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any, Final, TypeVar
 
 from gradwire.config import Limits
-from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed
+from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed, RemoteTraceback
 from gradwire.types import Trust
 from gradwire.wire import plain
 from gradwire.wire.messages import ErrorInfo, check_text
@@ -30,32 +30,19 @@ MAX_CHAIN: Final = 8
 """Exceptions of one chain that are sent: the one that was raised, and the causes behind it."""
 
 MAX_CAUSES: Final = 16
-"""Longest chain that is accepted."""
+"""Length of the longest accepted chain."""
 
 T = TypeVar("T")
 
 _DETAILS_LIMITS: Final = Limits()
 _UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-_NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit)
+_NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit, RemoteTraceback)
 # Attributes that built-in exceptions keep outside of `args` and `__dict__`.
 _BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] = (
     (ImportError, ("name", "path")),
     (AttributeError, ("name",)),
     (NameError, ("name",)),
 )
-
-
-class RemoteTraceback(Exception):
-    """The traceback of an exception on another worker; it is the `__cause__` of the exception that arrived here."""
-
-    def __init__(self, worker: str, traceback: str, info: ErrorInfo | None = None) -> None:
-        super().__init__(worker, traceback)
-        self.worker = worker
-        self.traceback = traceback
-        self.info = info  # the exception as it came, to be passed on
-
-    def __str__(self) -> str:
-        return f"on worker '{self.worker}':\n{self.traceback}"
 
 
 def describe_exception(exc: BaseException, worker: str, limits: Limits) -> ErrorInfo:
@@ -78,13 +65,13 @@ def describe_exception(exc: BaseException, worker: str, limits: Limits) -> Error
 
 
 def _chain_of(exc: BaseException) -> list[BaseException | ErrorInfo]:
-    """Return the exception and those behind it, nearest first; what came from other workers as it came."""
+    """Return the exception and its causes, nearest first; those received from other workers are passed on unchanged."""
     chain: list[BaseException | ErrorInfo] = []
     seen: set[int] = set()
     link: Any = exc
     while link is not None and len(chain) < MAX_CHAIN and id(link) not in seen:
         seen.add(id(link))
-        if isinstance(link, RemoteTraceback) and link.info is not None:
+        if isinstance(link, RemoteTraceback) and isinstance(link.info, ErrorInfo):
             link = link.info
         chain.append(link)
         if isinstance(link, ErrorInfo):
@@ -98,11 +85,11 @@ def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
     kind = type(exc)
     message = _attempt(
         lambda: str.__str__(str(exc)),  # plain text, where that is of a subclass of str
-        lambda error: f"(its text cannot be shown: str() raised {type(error).__name__})",
+        lambda error: f"(message unavailable: str() raised {type(error).__name__})",
     )
     text = _attempt(
         lambda: _format_traceback(exc),
-        lambda error: f"(the traceback cannot be shown: {type(error).__name__})",
+        lambda error: f"(traceback unavailable: {type(error).__name__})",
     )
     type_name = _attempt(
         lambda: clean(f"{kind.__module__}:{kind.__qualname__}", 512), lambda error: "builtins:BaseException"
@@ -113,7 +100,7 @@ def _describe_one(exc: BaseException, worker: str) -> ErrorInfo:
 
 
 def _format_traceback(exc: BaseException) -> str:
-    """Format a traceback, without the link of gradwire's own errors: the error that is rebuilt from it shows that."""
+    """Format a traceback without the link of gradwire's own errors, which the rebuilt error shows."""
     lines = traceback.format_exception(type(exc), exc, exc.__traceback__, chain=False)
     if isinstance(exc, GradwireError):
         lines = [line for line in lines if line != f"See {exc.docs_url}\n"]
@@ -139,7 +126,7 @@ def clean(text: str, max_bytes: int | None = None) -> str:
     raw = _UNSAFE.sub(_escape, ends).encode()
     if len(raw) <= max_bytes:
         return raw.decode()
-    note = f"\n... {len(text) - max_bytes} of {len(text)} characters cut ...\n"
+    note = f"\n... {len(text) - max_bytes} of {len(text)} characters omitted ...\n"
     half = max(0, max_bytes - len(note)) // 2
     if half == 0:
         return raw[:max_bytes].decode(errors="ignore")
@@ -189,10 +176,10 @@ def check_error(info: ErrorInfo, limits: Limits) -> None:
 
 
 def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:
-    """Make the exception that another worker described.
+    """Rebuild an exception that another worker described.
 
-    Its own type where that is known here: built-in, of torch or gradwire, and with ``trust="code"`` any class that is
-    already loaded. Everything else becomes `RemoteCallFailed`. Its `__cause__` is a `RemoteTraceback`.
+    It has its original type if that is known here: built-in, of torch or gradwire, and with ``trust="code"`` any class that
+    is already loaded. Everything else becomes `RemoteCallFailed`. Its `__cause__` is a `RemoteTraceback`.
     """
     kind = _find_class(info.type_name, trust)
     made = _make(kind, info) if kind is not None else None

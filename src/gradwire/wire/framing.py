@@ -1,4 +1,4 @@
-"""Frames: bytes to messages and back. No sockets, no threads.
+"""Encode messages as frames and decode them. No sockets, no threads.
 
     offset  size  prefix, little-endian
     0       2     magic "GW"
@@ -52,7 +52,7 @@ from gradwire.wire.tensors import SHAREABLE_DTYPES, iter_parts, validate
 MAGIC: Final = b"GW"
 PREFIX_BYTES: Final = 24
 DIRECT_READ_FROM: Final = 32 * 1024
-"""`FrameDecoder.writable` offers a buffer when at least so many of its bytes are missing."""
+"""`FrameDecoder.writable` offers a buffer if at least this many of its bytes are missing."""
 
 Allocate = Callable[[int], Any]
 MapSlot = Callable[[SlotRef, int], Any]
@@ -62,7 +62,7 @@ _MAX_KNOWN_NAMES: Final = 256
 _PREFIX: Final = struct.Struct("<8sIQI")  # the front, then the two lengths and the checksum
 _FIRST_AFTER_HANDSHAKE: Final = 16
 _SMALL_BYTES: Final = 64 << 10  # a smaller payload is copied at once when all of it is there
-_DEAD: Final = "this connection carried bytes that are not a frame; nothing after them is read"
+_DEAD: Final = "this connection received invalid bytes earlier; nothing after them is read"
 _encode_header: Final = msgspec.msgpack.Encoder().encode
 
 
@@ -105,9 +105,9 @@ class FrameDecoder:
     ) -> None:
         """Make a decoder at the start of a connection.
 
-        `allocate` makes a writable buffer for a tensor segment of so many bytes (at least 1). `map_slot` returns the buffer
-        of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts. The pinned ones are for
-        tensors that go on to a device; without them, they are treated like the others.
+        `allocate` makes a writable buffer for a tensor segment of a given size (at least 1). `map_slot` returns the buffer
+        of a part that lies in shared memory, of one of the `shared_dtypes`; None refuses such parts. The pinned variants
+        are for tensors that are copied to a device; without them, those tensors are treated like the others.
         """
         self.accept = accept  # the driver replaces it when the handshake is over
         self.payload: IncomingPayload | None = None  # of the frame whose header is complete, to be looked at only
@@ -119,7 +119,7 @@ class FrameDecoder:
         self._shared_dtypes: Container[int] = shared_dtypes if map_slot is not None else ()
         self._known_names: set[str] = set()  # of functions and notes that were checked; a few, whatever the peer sends
         self._head = bytearray()  # a prefix and header that are not complete yet
-        self._head_bytes = 0  # how many are needed to go on with them
+        self._head_bytes = 0  # how many are needed to continue
         self._is_dead = False
 
     def __repr__(self) -> str:
@@ -132,7 +132,7 @@ class FrameDecoder:
         return self.payload is None and not self._head
 
     def feed(self, data: bytes | bytearray | memoryview) -> list[Frame]:
-        """Decode what arrived. `data` is copied, and may be used again by the caller."""
+        """Decode received bytes. `data` is copied, so the caller may reuse it."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         self._is_dead = True  # unless all of it can be decoded
@@ -160,13 +160,13 @@ class FrameDecoder:
     def writable(self) -> memoryview | None:
         """Return the rest of the buffer that is being filled, if it is large enough to be read into directly.
 
-        None until the first byte of a segment has come: a length alone must not cost memory.
+        None until the first byte of a segment has arrived: a length alone must not cost memory.
         """
         target = self.payload.target if self.payload is not None else None
         return target if target is not None and len(target) >= DIRECT_READ_FROM else None
 
     def advance(self, num_bytes: int) -> list[Frame]:
-        """Note that so many bytes were read into `writable()`."""
+        """Record that `num_bytes` bytes were read into `writable()`."""
         if self._is_dead:
             raise DecodeError(_DEAD)
         payload = self.payload
@@ -182,7 +182,7 @@ class FrameDecoder:
         return [frame]
 
     def _begin(self, data: bytes | bytearray | memoryview, offset: int, frames: list[Frame]) -> int:
-        """Begin the frame at `offset`, and finish it if it is small and all of it is there; return where it ends."""
+        """Start the frame at `offset`, and complete it if it is small and has fully arrived; return where it ends."""
         start, end = offset + PREFIX_BYTES, len(data)
         if end < start:
             self._head, self._head_bytes = bytearray(data[offset:]), PREFIX_BYTES
@@ -195,32 +195,32 @@ class FrameDecoder:
         if header_bytes > (limits.handshake_bytes if kind.is_in_handshake else limits.header_bytes):
             raise LimitExceeded(f"a header of {header_bytes} bytes is larger than this worker accepts")
         if payload_bytes > (limits.frame_bytes if kind.has_payload else 0):
-            raise LimitExceeded(f"a {kind.name} message with a payload of {payload_bytes} bytes is refused here")
+            raise LimitExceeded(f"a {kind.name} message with a payload of {payload_bytes} bytes is not accepted here")
         after: int = start + header_bytes
         if end < after:
             self._head, self._head_bytes = bytearray(data[offset:]), PREFIX_BYTES + header_bytes
             return end
         header = bytes(data[start:after])  # a copy: notes stay in it
         if crc32(header, (kind.seed ^ payload_bytes ^ payload_bytes >> 32) & 0xFFFFFFFF) != checksum:  # as in `encode`
-            raise DecodeError("the checksum of a frame does not fit its header")
+            raise DecodeError("the checksum of a frame does not match its header")
         if header_bytes > SCAN_FROM:
             check_structure(header, limits)
         try:
             message = kind.decode(header)
         except RecursionError as error:
-            raise LimitExceeded("a header that is nested too deeply") from error
+            raise LimitExceeded("a header is nested too deeply") from error
         except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
             raise DecodeError(f"not a {kind.name} message: {error}") from error
         if not kind.has_payload:
             _check_message(message, limits)
             # A second spelling of the same message could hide fields that are never read. Calls are hot, and cannot.
             if _encode_header(message) != header:
-                raise DecodeError(f"a {kind.name} message that is not in its one spelling")
+                raise DecodeError(f"a {kind.name} message is not in canonical form")
             frames.append(Frame(message, b"", []))
             return after
         expected = _check_payload(message, limits, self._shared_dtypes, self._known_names)
         if expected != payload_bytes:
-            raise DecodeError(f"a payload of {payload_bytes} bytes whose parts have {expected}")
+            raise DecodeError(f"a payload has {payload_bytes} bytes, but its parts add up to {expected}")
         if payload_bytes >= _SMALL_BYTES or end < after + payload_bytes:
             self.payload = IncomingPayload(message, self)
             return after
@@ -240,7 +240,7 @@ class FrameDecoder:
 
 
 class IncomingPayload:
-    """The payload of a frame whose header is checked, as it arrives in pieces.
+    """The payload of a frame with a validated header, as it arrives in pieces.
 
     Slots are mapped when the frame is complete, in order. So a reader that finds one that its sender still fills knows
     that the sender waits for nothing: it has written the whole frame.
@@ -259,7 +259,7 @@ class IncomingPayload:
         self._num_skipped = 0  # bytes of such a frame that are still to come
 
     def fill(self, data: memoryview) -> tuple[int, Frame | None]:
-        """Take bytes from the start of `data`; return how many were used, and the frame if it is complete."""
+        """Consume bytes from the start of `data`; return how many, and the frame if it is complete."""
         used, end = 0, len(data)
         while True:
             if self.target is None and not self._num_skipped:
@@ -295,10 +295,10 @@ class IncomingPayload:
                 buffer = self._decoder._allocate_pinned(num_bytes)
             else:
                 buffer = self._decoder._allocate(num_bytes)
-        except (MemoryError, OSError):  # the rest of the frame is skipped, so that the connection can go on
+        except (MemoryError, OSError):  # the rest of the frame is skipped, so that the connection stays usable
             later = self._parts[len(self._buffers) + 1 :]
             self._num_skipped = num_bytes + sum(part.num_bytes for part in later if part and part.slot is None)
-            self._shortage = f"no memory for {num_bytes:,} bytes"
+            self._shortage = f"cannot allocate {num_bytes:,} bytes"
             self._buffers = [bytearray()] * len(self._parts)
             return True
         self._buffers.append(buffer)
@@ -344,7 +344,7 @@ def _check_payload(message: Call | Reply, limits: Limits, shared_dtypes: Contain
 
 
 def _check_name(name: str, what: str, limits: Limits, known_names: set[str]) -> None:
-    """Check a name, and remember it: the same few come again and again."""
+    """Check a name and cache it, because the same few names recur."""
     check_text(name, what, limits.name_bytes)
     if len(known_names) < _MAX_KNOWN_NAMES:
         known_names.add(name)
@@ -381,8 +381,8 @@ def _explain_front(front: bytes) -> str:
         return f"peer is not a gradwire endpoint: its bytes start with {magic!r}, not {MAGIC!r}"
     if version != PROTOCOL_VERSION:
         return (
-            f"peer uses protocol version {version}, this worker {PROTOCOL_VERSION}; install one version of gradwire "
-            f"everywhere"
+            f"peer uses protocol version {version}, but this worker uses {PROTOCOL_VERSION}; install the same version of "
+            f"gradwire everywhere"
         )
     if flags or reserved:
         return f"unknown frame flags {flags:#x}, {reserved:#x}"

@@ -121,7 +121,7 @@ class Welcome(_Header, frozen=True):
 class Refused(_Header, frozen=True):
     """The connection is not opened, and why. Never holds a secret."""
 
-    reason: str  # for people
+    reason: str  # human-readable
     is_taken: bool = False  # whether the reason is that another worker has the caller's name or rank
 
 
@@ -155,7 +155,7 @@ class Failure(_Header, frozen=True):
 
 
 class Goodbye(_Header, frozen=True):
-    """The sender leaves in good order; the end of its connections is not a failure."""
+    """The sender is shutting down cleanly; the end of its connections is not a failure."""
 
     reason: str
 
@@ -198,7 +198,7 @@ prepare(Any)
 
 
 def read_plain(value: Any, kind: Any, problem: str) -> Any:
-    """Check plain data that was unpacked already against a type that msgspec knows, and return it as that type."""
+    """Validate unpacked plain data against a type that msgspec supports, and return it as that type."""
     if kind not in _note_decoders:
         prepare(kind)
     try:
@@ -215,7 +215,7 @@ def read_note(note: Note, kind: type[N]) -> N:
     try:
         return _note_decoders[kind].decode(note)  # type: ignore[no-any-return]
     except RecursionError as error:
-        raise DecodeError(f"a {kind.__name__} that is nested too deeply") from error
+        raise DecodeError(f"a {kind.__name__} is nested too deeply") from error
     except (ValueError, OverflowError) as error:  # msgspec's own errors are ValueErrors, as are Unicode's
         raise DecodeError(f"not a valid {kind.__name__}: {error}") from error
 
@@ -233,7 +233,7 @@ _decode_address: Final = msgspec.msgpack.Decoder(WorkerAddress).decode
 
 
 def decode_address(raw: bytes, limits: Limits) -> WorkerAddress:
-    """Decode and check an address that came from another worker or from a store."""
+    """Decode and validate an address received from another worker or a store."""
     try:
         address = _decode_address(raw)
     except (ValueError, OverflowError, RecursionError) as error:  # msgspec's own errors are ValueErrors
@@ -252,14 +252,14 @@ def check_address(address: WorkerAddress, limits: Limits) -> None:
     check_text(address.host, "a host's identity", _MAX_TEXT_BYTES)
     check_text(address.main, "a script's digest", _MAX_TEXT_BYTES)
     if len(address.uris) > _MAX_URIS:
-        raise LimitExceeded(f"a worker with {len(address.uris)} addresses; at most {_MAX_URIS} are accepted")
+        raise LimitExceeded(f"a worker has {len(address.uris)} addresses; at most {_MAX_URIS} are accepted")
     for uri in address.uris:
         check_text(uri, "an address", _MAX_TEXT_BYTES)
 
 
 def check_text(text: str, what: str, max_bytes: int) -> None:
-    """Refuse a short text that is too long or has control characters."""
+    """Raise if a short text is too long or contains control characters."""
     if len(text) > max_bytes or len(text.encode()) > max_bytes:
-        raise LimitExceeded(f"{what} of more than {max_bytes} bytes")
+        raise LimitExceeded(f"{what} has more than {max_bytes} bytes")
     if _UNPRINTABLE.search(text):
-        raise DecodeError(f"{what} with control characters: {text!r}")
+        raise DecodeError(f"{what} contains control characters: {text!r}")

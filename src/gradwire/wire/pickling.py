@@ -1,7 +1,7 @@
-"""Pickles, for workers that trust each other with code; functions by value and by name.
+"""Pickling for workers that trust each other with code; functions by value and by name.
 
 The C pickler does what it can. What it cannot do by reference (lambdas, closures, anything that was defined in
-``__main__`` of workers that run different programs) is done again by cloudpickle, by value. Ordinary tensors stay outside of
+``__main__`` of workers that run different programs) is done again by cloudpickle, by value. Ordinary tensors stay outside
 the pickle. A tensor of any other class is taken apart into ordinary ones, so that gradients get through where they can.
 """
 
@@ -38,7 +38,7 @@ class _ByValue(Exception):
 
 
 def _is_in_script(obj: Any) -> bool:
-    """Return whether something of ``__main__`` comes from the script itself, and was not typed in or made by ``exec``."""
+    """Return whether an object of ``__main__`` comes from the script itself, not from a prompt or ``exec``."""
     script = getattr(sys.modules["__main__"], "__file__", None)
     parts = (
         [obj] if isinstance(obj, FunctionType) else [item for item in vars(obj).values() if type(item) is FunctionType]
@@ -77,7 +77,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _CloudPickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value where it has to."""
+    """Pickler that falls back to pickling by value."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         self.table = TensorTable()
@@ -98,7 +98,7 @@ def _table_index(obj: Any, table: TensorTable) -> int | None:
 
 
 def _reduce(obj: Any, table: TensorTable) -> Any:
-    """Take apart tensors that are not ordinary, and storages; return `NotImplemented` for everything else."""
+    """Reduce storages and tensors that are not ordinary; return `NotImplemented` for everything else."""
     if isinstance(obj, torch.UntypedStorage):
         return _rebuild_storage, (_bytes_of(obj),)
     if isinstance(obj, torch.TypedStorage):
@@ -125,7 +125,7 @@ class _Unpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
-            raise DecodeError(f"tensor {pid!r} does not exist ({len(self._tensors)} came)")
+            raise DecodeError(f"tensor {pid!r} does not exist ({len(self._tensors)} were received)")
         return self._tensors[pid]
 
 
@@ -145,10 +145,11 @@ def dumps(value: Any, shares_main: bool = False) -> tuple[bytes, TensorTable]:
     except CannotSend:
         raise
     except Exception:  # anything: classes raise what they like, and only the second attempt counts
-        buffer = io.BytesIO()
-        pickler = _CloudPickler(buffer)
-        pickler.dump(value)
-        return buffer.getvalue(), pickler.table
+        pass
+    buffer = io.BytesIO()
+    pickler = _CloudPickler(buffer)
+    pickler.dump(value)
+    return buffer.getvalue(), pickler.table
 
 
 def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, TensorTable]:
@@ -166,7 +167,7 @@ def _dumps_by_reference(value: Any, shares_main: bool) -> tuple[bytes, TensorTab
 
 
 def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Load a pickle of a worker that is trusted with code."""
+    """Load a pickle from a worker that is trusted with code."""
     try:
         return _Unpickler(bytes(body), tensors).load()
     except DecodeError:
@@ -180,7 +181,7 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> 
         raise CannotSend(f"a value cannot be rebuilt on this worker: {type(error).__name__}: {error}") from error
 
 
-# Tensors and storages inside of a pickle
+# Tensors and storages inside a pickle
 
 
 _ORDINARY: Final = (torch.Tensor, torch.nn.Parameter)
@@ -190,13 +191,13 @@ _PROTOCOL: Final = 5
 _LOCAL: Final = {
     ("torch.distributed.tensor", "DTensor"): "send its local part, tensor.to_local()",
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"): "wait for it first, tensor.wait()",
-    ("torch._subclasses.fake_tensor", "FakeTensor"): "it has no elements; make the call outside of its mode",
-    ("torch._subclasses.functional_tensor", "FunctionalTensor"): "make the call outside of the function transform",
+    ("torch._subclasses.fake_tensor", "FakeTensor"): "it has no elements; make the call outside FakeTensorMode",
+    ("torch._subclasses.functional_tensor", "FunctionalTensor"): "make the call outside the function transform",
 }
 
 
 def _reduce_tensor(tensor: torch.Tensor) -> tuple[Any, bool]:
-    """Return what `pickle` wants from a ``__reduce_ex__``, and whether gradients get through."""
+    """Return the result of ``__reduce_ex__`` for `pickle`, and whether gradients can flow through it."""
     _check_leaves_home(tensor)
     kind = type(tensor)
     if _is_decorated(kind):
@@ -221,7 +222,7 @@ def _check_leaves_home(tensor: torch.Tensor) -> None:
     if _torch.is_functorch_wrapped_tensor(tensor):
         raise CannotSend(
             "this tensor cannot be sent: it belongs to a function transform (vmap, grad, functionalize); make the call "
-            "outside of it"
+            "outside it"
         )
 
 
@@ -267,8 +268,9 @@ def _rebuild_tracked(rebuild: Callable[..., Any], *args: Any) -> Any:
     if is_cut_off:  # in a recorded call
         kind = type(made)
         raise CannotSend(
-            f"gradients do not get through a {kind.__module__}.{kind.__qualname__}: what its __reduce_ex__ rebuilds is not "
-            f"connected to the tensor that it is rebuilt from. Send that tensor, or detach() it"
+            f"gradients cannot flow through a {kind.__module__}.{kind.__qualname__}: the object that its "
+            "__reduce_ex__ rebuilds is "
+            f"not connected to the tensor it is built from. Send that tensor instead, or detach() it"
         )
     return made
 
@@ -324,7 +326,7 @@ class _Changeable(Exception):
 
 
 def carry(function: Any) -> CarriedFunction | None:
-    """Return the function as a pickle that may be used again; None if it has to be pickled for every call."""
+    """Return a reusable pickle of the function; None if it must be pickled for every call."""
     if type(function) is not FunctionType:
         return None
     try:
@@ -387,7 +389,7 @@ def _check(value: Any, seen: set[int]) -> Iterator[Any]:
 
 
 def _global_names(code: CodeType) -> tuple[str, ...] | None:
-    """Return the names that code looks up among its globals; None if it also sets some, and so has state of its own."""
+    """Return the global names that code reads; None if it also sets some and therefore has state."""
     if code in _names:
         return _names[code]
     found: tuple[str, ...] | None
@@ -402,7 +404,7 @@ def _global_names(code: CodeType) -> tuple[str, ...] | None:
 
 def _from_fields(fields: list[Any]) -> CarriedFunction:
     if len(fields) != 1 or type(fields[0]) is not bytes:
-        raise DecodeError("a function by value is one pickle")
+        raise DecodeError("a function sent by value must be a single pickle")
     return CarriedFunction(*fields)
 
 
@@ -485,7 +487,7 @@ def resolve_function(name: str) -> Callable[..., Any]:
 def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, qualname = name.partition(":")
     if not module_name or not qualname:
-        raise ImportError(f"{name!r} is not a valid function name; it should be module:qualname")
+        raise ImportError(f"{name!r} is not a valid function name; expected module:qualname")
     module = sys.modules.get(module_name) or _import(module_name, name)
     found = _walk(module, qualname)
     if found is None:

@@ -43,7 +43,7 @@ _NATIVE_DECODED: Final = _NATIVE | {int}
 _TENSOR_MARKS: Final = tuple(Ext(_TENSOR, struct.pack("<I", index)) for index in range(64))
 _MARKS: Final = {code: Ext(code, b"") for code in range(_TUPLE, _CLASS)}
 _TUPLE_MARK: Final = _MARKS[_TUPLE]
-_TOO_DEEP: Final = "a value cannot be sent: it is nested deeper than Limits.depth allows, or it contains itself"
+_TOO_DEEP: Final = "a value cannot be sent: it is nested more deeply than Limits.depth allows, or contains itself"
 _COMPLEX_FORMAT: Final = struct.Struct("<dd")
 _MAX_EQUAL_HASHES: Final = 100
 
@@ -59,7 +59,7 @@ _TORCH_OBJECTS: Final[dict[str, Any]] = {
 
 
 class NotPlain(Exception):
-    """A value that this codec does not know. Carries it as its only argument."""
+    """Raised for a value that this codec does not support, which is its only argument."""
 
 
 class TensorTable:
@@ -182,7 +182,9 @@ class _Incoming:
         if index == self.num_named < len(self.tensors):
             self.num_named = index + 1
         elif index >= self.num_named:
-            raise DecodeError(f"tensor {index} is named out of order or does not exist ({len(self.tensors)} came)")
+            raise DecodeError(
+                f"tensor {index} is referenced out of order or does not exist ({len(self.tensors)} were received)"
+            )
         return self.tensors[index]
 
 
@@ -193,23 +195,23 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor], lim
         raw = _decode_msgpack(body)
         value = raw if type(raw) in _NATIVE_DECODED else _decode(raw, incoming, limits.depth)
     except RecursionError as error:
-        raise LimitExceeded(f"arguments nested deeper than {limits.depth} levels") from error
+        raise LimitExceeded(f"arguments are nested more than {limits.depth} levels deep") from error
     except (TypeError, ValueError, KeyError, OverflowError, RuntimeError, struct.error) as error:
         raise DecodeError(f"not plain data: {error}") from error
     if incoming.num_named != len(tensors):
-        raise DecodeError(f"{len(tensors)} tensors came, and the arguments name {incoming.num_named}")
+        raise DecodeError(f"{len(tensors)} tensors were received, but the arguments reference {incoming.num_named}")
     return value
 
 
 def _decode(raw: Any, incoming: _Incoming, depth: int) -> Any:
-    """Turn what msgspec read into the value; lists and dicts are changed in place."""
+    """Convert data decoded by msgspec into the value; lists and dicts are changed in place."""
     kind = type(raw)
     if kind is Ext:
         if raw.code == _TENSOR:
             return incoming.tensor_at(int.from_bytes(raw.data, "little"))
         return _VALUES[raw.code](bytes(raw.data))
     if depth <= 0:
-        raise LimitExceeded("arguments nested deeper than Limits.depth allows")
+        raise LimitExceeded("arguments are nested more deeply than Limits.depth allows")
     if kind is list:
         mark = raw[0] if raw else None
         if type(mark) is not Ext or mark.code < _TUPLE:
@@ -235,9 +237,9 @@ def _decode_items(items: list[Any], incoming: _Incoming, depth: int) -> list[Any
 
 
 def _check_hashes(keys: list[Any]) -> list[Any]:
-    """Refuse keys chosen to share one hash: a thousand of them are slow to insert, a million take the worker down."""
+    """Raise for keys chosen to share a hash: a thousand of them are slow to insert, a million bring the worker down."""
     if len(keys) > _MAX_EQUAL_HASHES and max(Counter(map(hash, keys)).values()) > _MAX_EQUAL_HASHES:
-        raise DecodeError(f"a set or dict with more than {_MAX_EQUAL_HASHES} keys of one hash")
+        raise DecodeError(f"a set or dict has more than {_MAX_EQUAL_HASHES} keys with the same hash")
     return keys
 
 
@@ -252,12 +254,12 @@ def _make_instance(items: list[Any], data: bytes) -> Any:
         entry = BY_NAME.get(name)
     if entry is None:
         raise DecodeError(
-            f"no class is registered here as {name[:200]!r} (gradwire.wire.serialization.register_plain_class)"
+            f"no class is registered as {name[:200]!r} on this worker; call gradwire.wire.serialization.register_plain_class"
         )
     try:
         return entry.from_fields(items)
     except Exception as error:  # the constructor's own check of its arguments
-        raise DecodeError(f"{name} cannot be made of what came: {error}") from error
+        raise DecodeError(f"{name} cannot be built from the received fields: {error}") from error
 
 
 def _three(items: list[Any]) -> tuple[Any, Any, Any]:
@@ -300,16 +302,16 @@ BY_NAME: dict[str, PlainClass] = {}
 
 
 def register_plain_class(cls: type[T], name: str | None = None) -> type[T]:
-    """Let instances of a dataclass, named tuple or enum travel between workers as plain data, with any trust.
+    """Register a dataclass, named tuple or enum as plain data, which can be sent at any trust level.
 
-    Both sides have to register it. May be used as a decorator.
+    Both workers must register it. Can be used as a decorator.
 
     Args:
         cls: The class. Subclasses are not included.
-        name: What the workers call it; by default ``module:qualname``.
+        name: Its name in messages; ``module:qualname`` by default.
 
     Raises:
-        ConfigurationError: The class is of another kind, needs values its fields do not hold, or the name is taken.
+        ConfigurationError: The class is of another kind or needs values that its fields do not hold, or the name is taken.
     """
     name = _type_name(cls) if name is None else name
     if dataclasses.is_dataclass(cls):
@@ -334,13 +336,13 @@ def register_plain_type(
     to_fields: Callable[[T], Sequence[Any]],
     from_fields: Callable[[list[Any]], T],
 ) -> None:
-    """Let instances of any class travel as plain data, by functions that take them apart and put them together.
+    """Register any class as plain data, with functions that convert its instances to fields and back.
 
     Args:
         cls: The class. Subclasses are not included.
-        name: What the workers call it.
-        to_fields: Returns the values to send; they may be anything that can travel.
-        from_fields: Makes an instance of the values that came. They are foreign data: check them.
+        name: Its name in messages.
+        to_fields: Returns the values to send; they may be anything that can be sent.
+        from_fields: Makes an instance from the received values. They are untrusted: validate them.
 
     Raises:
         ConfigurationError: The name is taken.
@@ -349,7 +351,7 @@ def register_plain_type(
 
 
 def register_plain_number(cls: type[int]) -> None:
-    """Let instances of a subclass of `int` travel as the plain number, without what the subclass adds."""
+    """Register a subclass of `int` whose instances are sent as the plain number, without the subclass's attributes."""
     _ENCODERS[cls] = lambda value, table, depth: _encode_int(int(value), table, depth)
 
 
@@ -364,7 +366,7 @@ def _dataclass(cls: type, name: str) -> PlainClass:
         item._field_type is dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
         for item in annotations.values()
     ):
-        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not kept; use register_plain_type")
+        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not stored; use register_plain_type")
     given = [item.name for item in fields if item.init]
     derived = [item.name for item in fields if not item.init]
     names = given + derived
@@ -383,9 +385,9 @@ def _dataclass(cls: type, name: str) -> PlainClass:
 def _register(entry: PlainClass) -> None:
     with _lock:
         known = BY_NAME.get(entry.name)
-        # A cell of a notebook that is run again defines its classes again; the newest one counts.
+        # A notebook cell that is run again redefines its classes; the newest definition counts.
         if known is not None and _type_name(known.kind) != _type_name(entry.kind):
-            raise ConfigurationError(f"the name {entry.name!r} is taken by {known.kind!r}")
+            raise ConfigurationError(f"the name {entry.name!r} is already registered for {known.kind!r}")
         BY_NAME[entry.name] = entry
         BY_KIND[entry.kind] = entry
 
@@ -395,7 +397,7 @@ _homes: dict[str, str] = {}  # modules, by a name or by what a name has before i
 
 
 def set_home(name: str, module: str) -> None:
-    """Set which module registers a name, or all names that begin with ``name.``."""
+    """Set the module that registers a name, or all names that start with ``name.``."""
     _homes[name] = module
 
 
@@ -412,8 +414,8 @@ def import_module(name: str) -> ModuleType:
     """Import a module, after the packages that it is in.
 
     Python imports a submodule although another thread is still importing its package. If modules of the package import each
-    other, one of the two threads then fails: with a deadlock error, or because it sees half of a module. Importing the
-    package by its own name first waits for the other thread.
+    other, one of the two threads then fails: with a deadlock error, or because it sees a partly imported module. Importing
+    the package by its own name first waits for the other thread.
     """
     packages = name.split(".")[:-1]
     for end in range(1, len(packages) + 1):
@@ -428,7 +430,7 @@ _BYTES_PER_ITEM: Final = 64  # what the cheapest container costs in memory, for 
 _FEWEST_ITEMS: Final = 16 * KIB
 _SAFE_RECURSION: Final = 10_000
 SCAN_FROM: Final = 8 * KIB
-"""Shorter bytes need no look: what is wrong with them is found cheaply by decoding them."""
+"""Shorter data is not checked, because decoding finds its errors cheaply."""
 
 # For every first byte: (bytes of a length that follows, bytes besides it, what it is).
 _VALUE, _ARRAY, _MAP, _STRING = range(4)
@@ -453,7 +455,7 @@ _MSGPACK_KINDS: Final = _kinds()
 
 
 def check_structure(data: bytes | bytearray | memoryview, limits: Limits) -> None:
-    """Refuse msgpack that is harmless in bytes and harmful in memory or time."""
+    """Raise for msgpack data that is small but would take excessive memory or time to decode."""
     if len(data) <= SCAN_FROM:
         return
     most = max(limits.frame_bytes // _BYTES_PER_ITEM, _FEWEST_ITEMS)
@@ -467,10 +469,10 @@ def _scan(raw: bytes, most: int) -> None:
     stack: list[int] = []  # of every open container: items to come, negative for a map
     while True:
         if offset >= end:
-            raise DecodeError("arguments that end too early")
+            raise DecodeError("arguments end too early")
         length_bytes, extra, kind = _MSGPACK_KINDS[raw[offset]]
         if stack and stack[-1] < 0 and stack[-1] % 2 == 0 and kind != _STRING:
-            raise DecodeError("a map whose keys are not text")
+            raise DecodeError("a map has keys that are not text")
         body_at = offset + 1 + length_bytes
         count = extra + int.from_bytes(raw[offset + 1 : body_at], "big") if length_bytes else extra
         if stack:
@@ -480,7 +482,9 @@ def _scan(raw: bytes, most: int) -> None:
             num_items += count * kind
             stack.append(count if kind == _ARRAY else -2 * count)
             if num_items > most or len(stack) > _SAFE_RECURSION:
-                raise LimitExceeded(f"arguments of more than {most} items, or nested more than {_SAFE_RECURSION} deep")
+                raise LimitExceeded(
+                    f"arguments have more than {most} items, or are nested more than {_SAFE_RECURSION} levels deep"
+                )
         else:
             offset = body_at + count
         while stack and stack[-1] == 0:

@@ -1,4 +1,4 @@
-"""Values to (codec, body, tensors) and back.
+"""Convert values to (codec, body, tensors) and back.
 
     EMPTY    ((), {}): a call without arguments; no body
     NONE     None: what most calls return; no body
@@ -12,6 +12,7 @@ With ``trust="data"`` no byte of a pickle is written or read.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -79,14 +80,14 @@ class Packed(msgspec.Struct, frozen=True):
 def pack(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
     """Encode a value for another worker: ``(args, kwargs)`` for a call, anything else for a result.
 
-    If `shares_main`, the other worker runs the same script, so that ``__main__`` need not travel by value. The error for
-    what cannot travel names the part, where it is, and what to do.
+    If `shares_main`, the other worker runs the same script, so that objects of ``__main__`` can be sent by name. The error
+    for a value that cannot be sent names the part, where it is, and what to do.
     """
     return pack_bare(value) or pack_other(value, trust, limits, shares_main)
 
 
 def pack_bare(value: Any) -> Packed | None:
-    """Encode a value that is nothing but tensors or nothing at all, as most are; return None for any other."""
+    """Encode a value that consists of tensors only or of nothing, as most do; return None for any other."""
     if value is None:
         return Packed(NONE, b"", _NO_TENSORS)
     if type(value) is _TENSOR_TYPE:
@@ -109,10 +110,13 @@ def pack_bare(value: Any) -> Packed | None:
 def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = False) -> Packed:
     """Encode a value that is not bare; arguments and errors as `pack`."""
     try:
+        tensors: list[torch.Tensor] | None
         body, tensors = plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
     except plain.NotPlain:
+        tensors = None
+    if tensors is None:  # outside of the handler: an error from here must not show NotPlain as its context
         if trust != "code":
-            raise _explain_not_plain(value, limits) from None
+            raise _explain_not_plain(value, limits)
         return _pack_pickle(value, shares_main)
     if trust != "code":
         try:
@@ -131,21 +135,21 @@ def unpack(
         return plain.loads(body, tensors, limits)
     if codec == PICKLE:
         if trust != "code":
-            raise DecodeError('a pickle came, and with trust="data" none is read')
+            raise DecodeError('received a pickle, which trust="data" does not allow')
         return pickling.loads(body, tensors)
     return unpack_bare(codec, body, tensors)
 
 
 def unpack_bare(codec: int, body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """Decode a value that is nothing but tensors or nothing at all."""
+    """Decode a value that consists of tensors only or of nothing."""
     if body:
-        raise DecodeError(f"a body of {len(body)} bytes with codec {codec}, which has none")
+        raise DecodeError(f"codec {codec} has no body, but {len(body)} bytes were received")
     if codec == TENSORS:
         return tuple(tensors), {}
     if codec == TENSOR and len(tensors) == 1:
         return tensors[0]
     if tensors or codec not in (EMPTY, NONE):
-        raise DecodeError(f"{len(tensors)} tensors with codec {codec}")
+        raise DecodeError(f"codec {codec} does not take {len(tensors)} tensors")
     return ((), {}) if codec == EMPTY else None
 
 
@@ -158,7 +162,14 @@ def _pack_pickle(value: Any, shares_main: bool) -> Packed:
     except Exception as error:
         where, culprit = _locate(value, lambda part: _succeeds(pickling.dumps, part))
         reason = f"{type(error).__name__}: {error}"[:500]
-        raise CannotSend(f"{where} of type {_type_name(culprit)} cannot be sent: {reason}") from error
+        # Only a class's own __reduce__ has a traceback worth reading; that of a pickler leads through gradwire alone.
+        cause = error if _is_users(error) else None
+        raise CannotSend(f"{where} of type {_type_name(culprit)} cannot be sent: {reason}") from cause
+
+
+def _is_users(error: BaseException) -> bool:
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return frame.f_globals.get("__name__", "").partition(".")[0] not in ("gradwire", "cloudpickle", "copyreg", "pickle")
 
 
 def _succeeds(dumps: Callable[..., Any], *args: Any) -> bool:
@@ -171,12 +182,12 @@ def _succeeds(dumps: Callable[..., Any], *args: Any) -> bool:
 
 def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
     where, culprit = _locate(value, lambda part: _succeeds(plain.dumps, part, limits))
-    if type(culprit) is _TENSOR_TYPE:  # quantised or nested: the reason is better known elsewhere
+    if type(culprit) is _TENSOR_TYPE:  # quantized or nested: the reason is better known elsewhere
         describe(culprit, limits)
     advice = (
-        "Send plain tensors that it consists of, such as x.as_subclass(torch.Tensor)"
+        "Send the plain tensors it is made of, such as x.as_subclass(torch.Tensor)"
         if isinstance(culprit, _TENSOR_TYPE)
-        else "Send what it consists of, register its class (gradwire.wire.serialization.register_plain_class: dataclasses, "
+        else "Send its contents, register its class (gradwire.wire.serialization.register_plain_class: dataclasses, "
         "named tuples, enums)"
     )
     return CannotSend(

@@ -1,11 +1,11 @@
-"""Tensors as metadata and bytes, and back.
+"""Convert tensors to metadata and bytes, and back.
 
-A tensor travels as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made
+A tensor is sent as a `TensorMeta` and the bytes of its dense parts. A strided tensor is one part; a sparse one is made
 of two (COO: indices, values) or three (compressed: compressed indices, plain indices, values). Only the elements that
 the tensor shows are sent, in row-major order: strides and memory format are not part of a tensor's value, and a row of
 a large matrix costs a row. Names of dimensions, hooks and Python attributes are not sent.
 
-    describe(tensor) -> meta, parts      sender; parts are views, so the caller copies before it lets the user go on
+    describe(tensor) -> meta, parts      sender; parts are views, so the caller copies them before it returns
     as_bytes(part)   -> bytes            sender; or copy_into(part, target), for shared memory; or `device_copies`
     validate(meta)   -> payload bytes    receiver, before it allocates anything
     rebuild(meta, buffers) -> tensor     receiver; the tensor uses the buffers in place
@@ -134,22 +134,22 @@ def _describe_dense(plain: torch.Tensor, flags: int, device: str) -> tuple[Tenso
 
 
 def _check_sendable(tensor: torch.Tensor, limits: Limits) -> None:
-    """Raise an error that says why a tensor cannot travel, and what to send instead."""
+    """Raise an error that says why a tensor cannot be sent, and what to send instead."""
     kind, reason = type(tensor), ""
     if kind is not _TENSOR and kind is not torch.nn.Parameter:
         reason = f"it is a {kind.__module__}.{kind.__qualname__}; send a plain tensor, e.g. its local part"
     elif tensor.is_quantized:
-        reason = "it is quantised; send tensor.dequantize(), or int_repr() with its scale and zero point"
+        reason = "it is quantized; send tensor.dequantize(), or int_repr() with its scale and zero point"
     elif tensor.is_nested:
         reason = "it is nested; send the list tensor.unbind()"
     elif _is_wrapped(tensor) or _torch.is_functional_tensor(tensor):
-        reason = "it belongs to a function transform (vmap, grad, functionalize); make the call outside of it"
+        reason = "it belongs to a function transform (vmap, grad, functionalize); make the call outside it"
     elif tensor.layout not in LAYOUTS:
         reason = f"its layout is {tensor.layout}; send tensor.to_dense()"
     elif tensor.dtype not in _DTYPE_INDEX:
-        reason = f"its dtype is {tensor.dtype}, which has no portable bytes; convert it first"
+        reason = f"its dtype is {tensor.dtype}, which has no portable byte format; convert it first"
     elif tensor.dim() > limits.num_dims:
-        reason = f"it has {tensor.dim()} dims, and at most {limits.num_dims} are accepted (Limits.num_dims)"
+        reason = f"it has {tensor.dim()} dims; at most {limits.num_dims} are accepted (Limits.num_dims)"
     elif tensor.layout is not _STRIDED and tensor.is_meta:
         reason = 'it is sparse and on the device "meta", so its parts are unknown'
     if reason:
@@ -202,7 +202,7 @@ def view_bytes(owner: torch.Tensor) -> memoryview | bytes:
 
 
 def address_of(part: torch.Tensor) -> int:
-    """Return where the bytes of a contiguous part begin; 0 for zeros that were never written down."""
+    """Return the address of a contiguous part's bytes; 0 for zeros that are not materialized."""
     try:
         return part.data_ptr()
     except RuntimeError as error:
@@ -233,7 +233,7 @@ def iter_parts(meta: TensorMeta) -> Iterator[TensorMeta]:
 
 
 def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = ()) -> int:
-    """Check metadata that came from another worker, before anything is allocated for it.
+    """Validate metadata received from another worker, before anything is allocated for it.
 
     The ranges of single fields were checked when it was decoded. Returns how many bytes of the payload belong to this
     tensor; bytes in shared-memory slots do not count.
@@ -242,7 +242,7 @@ def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = (
     if index >= len(_ITEMSIZES):
         raise DecodeError(f"unknown dtype number {index}")
     if len(shape) > limits.num_dims:
-        raise LimitExceeded(f"a tensor of {len(shape)} dims; at most {limits.num_dims} are accepted")
+        raise LimitExceeded(f"a tensor has {len(shape)} dims; at most {limits.num_dims} are accepted")
     num_bytes = prod(shape) * _ITEMSIZES[index]
     # torch multiplies strides with every zero read as one, so that is the product that must not overflow.
     if not 0 < num_bytes <= _INT64_MAX and prod(max(size, 1) for size in shape) * _ITEMSIZES[index] > _INT64_MAX:
@@ -253,11 +253,11 @@ def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = (
         check_name(meta.device)
     if meta.layout:
         if meta.slot is not None or meta.num_bytes:
-            raise DecodeError("a sparse tensor has no bytes besides those of its parts")
+            raise DecodeError("a sparse tensor must not have bytes of its own besides those of its parts")
         _check_sparse(meta)
         return sum(validate(part, limits) for part in meta.parts)
     if meta.parts:
-        raise DecodeError("a dense tensor is not made of parts")
+        raise DecodeError("a dense tensor must not have parts")
     if meta.device == "meta":
         num_bytes = 0
     if meta.num_bytes != num_bytes:
@@ -265,9 +265,9 @@ def validate(meta: TensorMeta, limits: Limits, shared_dtypes: Container[int] = (
     if meta.slot is None:
         return num_bytes
     if index not in shared_dtypes:  # or the connection has no shared memory
-        raise DecodeError(f"a tensor of {DTYPES[index]} in shared memory, where it may not be on this connection")
+        raise DecodeError(f"a tensor of {DTYPES[index]} is in shared memory, which this connection does not allow")
     if not 0 < num_bytes <= meta.slot.capacity:
-        raise DecodeError(f"{num_bytes} bytes in slot {meta.slot.slot_id} of {meta.slot.capacity} bytes")
+        raise DecodeError(f"{num_bytes} bytes do not fit slot {meta.slot.slot_id} of {meta.slot.capacity} bytes")
     return 0
 
 
@@ -287,9 +287,9 @@ def _check_sparse(meta: TensorMeta) -> None:
     """Check number, dtypes and ranks of the parts; torch checks the rest when it assembles them."""
     is_coo = LAYOUTS[meta.layout] is torch.sparse_coo
     if len(meta.parts) != (2 if is_coo else 3):
-        raise DecodeError(f"a tensor of {LAYOUTS[meta.layout]} made of {len(meta.parts)} parts")
+        raise DecodeError(f"a tensor of {LAYOUTS[meta.layout]} cannot have {len(meta.parts)} parts")
     if any(part.layout or part.device or part.parts for part in meta.parts):
-        raise DecodeError("a sparse tensor is made of dense parts on the CPU")
+        raise DecodeError("the parts of a sparse tensor must be dense and on the CPU")
     if any(part.slot is not None for part in meta.parts):  # its sender could change the indices after the check
         raise DecodeError("the parts of a sparse tensor cannot be in shared memory")
     *indices, values = meta.parts

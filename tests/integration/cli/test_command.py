@@ -88,8 +88,8 @@ def test_the_doctor_starts_a_worker_and_compares_a_gradient() -> None:
     report = json.loads(done.stdout)
     assert (done.returncode, report["passed"]) == (0, True), done.stdout
     found = {item["name"]: item for item in report["findings"]}
-    assert found["gradient"]["detail"] == "through two processes, the same bit for bit as in one"
-    assert re.fullmatch(r"\d+ us there and back .*", found["call"]["detail"])
+    assert found["gradient"]["detail"] == "across two processes, bit-identical to one process"
+    assert re.fullmatch(r"\d+ us round trip .*", found["call"]["detail"])
 
 
 def test_the_doctor_fails_where_the_self_test_does(tmp_path: Path) -> None:

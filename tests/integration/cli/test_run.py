@@ -91,7 +91,7 @@ def test_a_rank_that_fails_ends_the_others_and_gives_its_code(tmp_path: Path) ->
     )
     done = run_command("run", "-n", "3", program)
     assert done.returncode == 7
-    assert "gradwire run: rank 1 exited with code 7; ending ranks 0, 2" in done.stderr
+    assert "gradwire run: rank 1 exited with code 7; stopping ranks 0, 2" in done.stderr
 
 
 def test_a_rank_that_a_signal_kills_gives_128_and_its_number(tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_ranks_that_ignore_the_request_are_killed(tmp_path: Path) -> None:
         flag.unlink()
         code, _, err = command.finish()
     assert code == 5
-    assert "rank 1 exited with code 5; ending rank 0" in err
-    assert "killing rank 0: still there after 0.2 s" in err
+    assert "rank 1 exited with code 5; stopping rank 0" in err
+    assert "killing rank 0: still running after 0.2 s" in err
 
 
 def test_a_second_ctrl_c_kills_at_once(tmp_path: Path) -> None:

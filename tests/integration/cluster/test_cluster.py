@@ -289,7 +289,7 @@ def test_a_script_without_a_guard_that_workers_import(tmp_path: Path, monkeypatc
         with pytest.raises(AlreadyInitialized, match=guard % ("joining", r"gradwire\.rpc\.init_rpc\(\.\.\.\)")):
             cluster.workers[0].call(importlib.import_module, "joining")
         with pytest.raises(
-            ConfigurationError, match=r"(?m)worker0 is a worker of a cluster: only the driver can start one$"
+            ConfigurationError, match=r"(?m)worker0 is a worker of a cluster, and only a driver can start a cluster$"
         ):
             cluster.workers[0].call(Cluster.local, 1)
 
@@ -357,7 +357,7 @@ def test_after_the_end(cluster: Cluster) -> None:
     cluster.close()
     assert repr(cluster) == "<Cluster closed>"
     assert [status.exit_reason for status in cluster.status()] == ["exited with code 0"] * 2
-    with pytest.raises(NotInitialized, match=r"driver has shut down; .* use another Cluster"):
+    with pytest.raises(NotInitialized, match=r"driver has shut down; .* start another Cluster"):
         cluster.workers[0].call(tasks.add, 1)
     with pytest.raises(NotInitialized):
         rpc.rpc_sync("worker0", tasks.add, (1,))

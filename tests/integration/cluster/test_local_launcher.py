@@ -134,7 +134,7 @@ def test_a_worker_that_cannot_start_shows_its_traceback(launcher: LocalLauncher)
     with pytest.raises(WorkerStartFailed) as caught:
         launcher.start([*_specs(1), *_specs(2, num_threads=-1)[1:]], _ignore, 30)
     text = str(caught.value)
-    assert text.startswith("worker1 ended before it was ready (exited with code 1). worker1 printed:\nTraceback")
+    assert text.startswith("worker1 exited before it was ready (exited with code 1). worker1 printed:\nTraceback")
     assert "set_num_threads" in text
 
 
@@ -170,7 +170,7 @@ def test_the_death_of_the_fork_server_is_the_death_of_its_workers(launcher: Loca
     os.kill(launcher._fork_server.pid, signal.SIGKILL)
     for handle in handles:
         assert launcher.wait_exit(handle, 10)
-        assert handle.exit_reason == "killed because the fork server ended"
+        assert handle.exit_reason == "killed because the fork server exited"
         assert handle.pid is not None
         wait_until(lambda pid=handle.pid: not is_there(pid))
 
@@ -226,7 +226,7 @@ def test_a_start_ends_when_the_launcher_is_closed_meanwhile(
 def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     close_idle_fork_server()
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(WorkerStartFailed, match=r"(?s)fork server ended before it was ready.*ModuleNotFoundError"):
+    with pytest.raises(WorkerStartFailed, match=r"(?s)fork server exited before it was ready.*ModuleNotFoundError"):
         LocalLauncher(60)
 
 
@@ -245,7 +245,7 @@ def test_there_may_be_no_limit_to_the_time_of_a_start() -> None:
 
 def test_a_base_folder_that_cannot_be_used_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/nowhere")
-    with pytest.raises(WorkerStartFailed, match="cannot make a folder for the workers' sockets"):
+    with pytest.raises(WorkerStartFailed, match="cannot create a folder for the workers' sockets"):
         LocalLauncher(60)
 
 

@@ -116,5 +116,5 @@ def test_a_driver_with_a_token_is_told_that_the_cluster_has_none(
         code, out, err = script.finish(100.0)
     assert code == 0, err
     refusal, is_connected = out.splitlines()
-    assert refusal.startswith("this process has RAY_AUTH_MODE=token, and this Ray cluster has no token authentication")
+    assert refusal.startswith("this process has RAY_AUTH_MODE=token, but the Ray cluster has no token authentication")
     assert is_connected == "False"

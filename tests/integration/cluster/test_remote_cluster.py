@@ -241,7 +241,9 @@ def test_certificate_is_good_for_one_name(cluster: Cluster) -> None:
         info = rpc.current_agent().directory.find(name).info
         agent = stranger(cluster, launcher._authority, "trainer0", info, TOKEN)
         try:
-            with pytest.raises(AuthenticationFailed, match=rf"worker '{name}' showed a certificate for \['trainer0'\]"):
+            with pytest.raises(
+                AuthenticationFailed, match=rf"worker '{name}' presented a certificate for \['trainer0'\]"
+            ):
                 agent.call("trainer0", tasks.who_am_i, (), {})
         finally:
             agent.close()
@@ -263,7 +265,7 @@ def test_certificate_without_the_token_is_refused(cluster: Cluster) -> None:
 @pytest.mark.parametrize("operation", ["cluster.leave", "cluster.dial"])
 def test_workers_take_orders_from_the_driver_alone(cluster: Cluster, operation: str) -> None:
     args: tuple[Any, ...] = () if operation == "cluster.leave" else ([], 1.0)
-    with pytest.raises(AuthenticationFailed, match="only driver may ask ps0 for that, not trainer0"):
+    with pytest.raises(AuthenticationFailed, match="only driver may request this from ps0, not trainer0"):
         cluster.workers[1].call(tasks.ask_control, "ps0", operation, args)
     assert cluster.workers[0].call(tasks.who_am_i) == "ps0"
 
@@ -283,7 +285,7 @@ def test_output_with_wrong_fields_is_refused(cluster: Cluster, args: tuple[Any, 
 
 
 def test_workers_do_not_print_for_each_other(cluster: Cluster) -> None:
-    with pytest.raises(gradwire.errors.RpcError, match="no control operation"):
+    with pytest.raises(gradwire.errors.RpcError, match="unknown control operation"):
         cluster.workers[0].call(tasks.ask_control, "trainer0", "cluster.output", ("stdout", b"x"))
 
 

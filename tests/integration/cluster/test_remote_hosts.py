@@ -127,7 +127,7 @@ def test_machine_that_does_not_say_which_others_it_reaches_is_named(
 
     monkeypatch.setattr(Agent, "ask", ask_briefly)
     _route(hosts)
-    with pytest.raises(WorkerStartFailed, match=r"worker0 .* on node0 did not say whether it reaches") as caught:
+    with pytest.raises(WorkerStartFailed, match=r"worker0 .* on node0 did not report whether it can reach") as caught:
         _start(hosts)
     assert isinstance(caught.value.__cause__, RpcTimeout)
 

@@ -193,7 +193,9 @@ def test_calls_fail_at_once_while_a_worker_is_restarted(
     wait_until(lambda: says_so(lambda: first.call(os.getpid)))
     wait_until(lambda: says_so(lambda: second.call(ask_pid, "worker0")))
     assert cluster.wait_for_workers(1) == (second,)
-    with pytest.raises(RpcTimeout, match=r"1 of 2 workers serve after 0.05 s; worker0: killed by SIGKILL; it is being"):
+    with pytest.raises(
+        RpcTimeout, match=r"1 of 2 workers were ready after 0.05 s; worker0: killed by SIGKILL; it is being"
+    ):
         cluster.wait_for_workers(2, timeout=0.05)
     may_start.set()
     assert cluster.wait_for_workers(2) == (first, second)
@@ -219,7 +221,7 @@ def test_a_worker_that_cannot_be_rebuilt_is_tried_again_and_then_stays_lost(capl
         assert [record.message for record in caplog.records if record.exc_text] == ["on_restart(worker0) failed"] * 2
         status = cluster.status()[0]
         assert status.state == "lost"
-        assert "is not started again" in (status.exit_reason or "")
+        assert "will not be restarted again" in (status.exit_reason or "")
         with pytest.raises(WorkerLost, match="no checkpoint yet"):
             second.call(ask_pid, "worker0")
         assert second.call(os.getpid) == second.pid
@@ -239,7 +241,7 @@ def test_a_start_that_fails_is_tried_again(cluster: Cluster, monkeypatch: pytest
     kill_and_wait(cluster, cluster.workers[0])
     wait_until(lambda: len(events) == 3)
     assert [event.kind for event in events] == ["lost", "lost", "restarted"]
-    assert "could not be started again: no room" in (events[1].reason or "")
+    assert "could not be restarted: no room" in (events[1].reason or "")
 
 
 def test_two_workers_that_are_killed_at_once(cluster: Cluster) -> None:
@@ -254,7 +256,7 @@ def test_two_workers_that_are_killed_at_once(cluster: Cluster) -> None:
 def test_without_restarts_waiting_for_a_lost_worker_ends_at_once() -> None:
     with Cluster.local(2) as cluster:
         kill(cluster.workers[0])
-        with pytest.raises(WorkerLost, match=r"only 1 of 2 workers can still serve; worker0: killed by SIGKILL"):
+        with pytest.raises(WorkerLost, match=r"only 1 of 2 workers can still become ready; worker0: killed by SIGKILL"):
             cluster.wait_for_workers()
         assert cluster.wait_for_workers(1) == cluster.workers[1:]
 
@@ -486,7 +488,7 @@ def test_removing_lets_calls_under_way_end_and_wins_over_a_restart(
 
 
 def test_wrong_changes(cluster: Cluster) -> None:
-    with pytest.raises(ConfigurationError, match="has a worker called worker0 already"):
+    with pytest.raises(ConfigurationError, match="already has a worker named worker0"):
         cluster.add_workers(1, names=["worker0"])
     with pytest.raises(ConfigurationError, match="letters, digits"):
         cluster.add_workers(1, role="a b")
@@ -510,7 +512,7 @@ def test_a_worker_that_cannot_be_added_leaves_the_cluster_as_it_was(
     monkeypatch.syspath_prepend(str(tmp_path))
     with Cluster.local(1, imports=["fragile"], env={"BROKEN": str(tmp_path / "broken")}) as cluster:
         (tmp_path / "broken").touch()
-        with pytest.raises(WorkerStartFailed, match=r"(?s)worker\d ended before it was ready.*ValueError: broken"):
+        with pytest.raises(WorkerStartFailed, match=r"(?s)worker\d exited before it was ready.*ValueError: broken"):
             cluster.add_workers(2)
         assert [worker.name for worker in cluster.workers] == ["worker0"]
         (tmp_path / "broken").unlink()
@@ -528,7 +530,7 @@ def test_a_worker_that_is_stopped_too_long_is_replaced() -> None:
         assert second.call(ask_pid, "worker0") == first.pid
         pending = first.submit(tasks.wait_for_ever)
         old = kill(first, signal.SIGSTOP)
-        with pytest.raises(WorkerLost, match=r"worker0 failed: it has not answered for \d s"):
+        with pytest.raises(WorkerLost, match=r"worker0 failed: it has not responded for \d s"):
             pending.wait()
         wait_until(lambda: first.pid != old)
         cluster.wait_for_workers()
@@ -556,10 +558,10 @@ def test_a_stopped_worker_that_cannot_be_killed_is_refused_and_ends_itself(
         spared.add(old := kill(first, signal.SIGSTOP))
         wait_until(lambda: first.pid != old, 20.0)
         cluster.wait_for_workers()
-        with pytest.raises(WorkerLost, match="has not answered"):
+        with pytest.raises(WorkerLost, match="has not responded"):
             late.wait()
         assert is_there(old)
-        assert "cannot be ended" in caplog.text
+        assert "cannot be stopped" in caplog.text
         Path(mark).unlink()  # what the old process waits for
         os.kill(old, signal.SIGCONT)
         wait_until(lambda: not is_there(old), 10.0, "the end of the old process")

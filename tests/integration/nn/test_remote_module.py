@@ -98,9 +98,8 @@ def test_named_parameters_and_buffers_are_copies(cluster: Cluster) -> None:
 
 def test_parameters_would_train_copies(cluster: Cluster) -> None:
     remote = cluster.workers[0].module(Net, 4, 2)
-    with pytest.raises(
-        ValueError, match=r"``parameters`` not supported for RemoteModule. Please use ``remote_parameters``"
-    ):
+    words = r"``parameters`` not supported for RemoteModule. Please use ``remote_parameters``.* DistributedOptimizer\("
+    with pytest.raises(ValueError, match=words):
         torch.optim.SGD(remote.parameters(), lr=0.1)
 
 
@@ -197,7 +196,7 @@ def test_hooks_on_the_owner_run_for_everybody(cluster: Cluster) -> None:
     handle.remove()
     handle.remove()
     assert torch.equal(remote(x), local(x))
-    with pytest.raises(ConfigurationError, match="no hooks of kind 'sideways'"):
+    with pytest.raises(ConfigurationError, match="unknown kind of hook 'sideways'"):
         remote.register_owner_hook("sideways", double_result)  # type: ignore[arg-type]
 
 
@@ -280,7 +279,7 @@ def test_what_goes_wrong_in_the_making(cluster: Cluster) -> None:
 def test_a_reference_to_something_else_is_no_module(cluster: Cluster) -> None:
     odd = RemoteModule.init_from_module_rref("worker0", rpc.remote("worker0", make_nothing))
     for use in (odd, odd.state_dict, odd.remote_parameters):
-        with pytest.raises(RRefError, match="must be one to a module, not to a str"):
+        with pytest.raises(RRefError, match="needs a reference to a module, not to a str"):
             use()
 
 

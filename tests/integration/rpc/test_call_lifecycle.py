@@ -282,7 +282,7 @@ def test_the_caller_is_told_why_its_connection_was_closed(make_agents: MakeAgent
     assert peer is not None
     control = peer.lanes["control"]
     write_raw(peer.lanes["calls"].stream, b"this is not a frame, whoever reads it" * 4)
-    with pytest.raises(WorkerLost, match="cannot read what came"):
+    with pytest.raises(WorkerLost, match="cannot read the received data"):
         pending.wait()
     assert peer.lanes["control"] is control
     assert a.call("b", handlers.echo, (1,)) == 1

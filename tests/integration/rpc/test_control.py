@@ -151,7 +151,7 @@ def test_a_call_id_cannot_be_used_twice_at_once(agent: Agent, calls: StreamConne
         calls.send(Call(1, held, 0.0, packed.codec, 0), b"", (), time.monotonic() + 5)
     answer = receive(calls)
     assert isinstance(answer, Goodbye)
-    assert "call 1 came again" in answer.reason
+    assert "call 1 was received again" in answer.reason
     handlers.gate.set()
 
 
@@ -186,7 +186,7 @@ def test_gatherings_of_one_worker_are_bounded(make_agents: MakeAgents) -> None:
         for number in range(1, 71):
             send_control(control, number, "~gather", ["a", "b", "mallory"], objects.NONE, b"", [], 0.0)
         answers = [frame.message for frame in receive_frames(control, 6)]
-        assert all(isinstance(item, Failure) and "64 gatherings" in item.error.message for item in answers)
+        assert all(isinstance(item, Failure) and "64 collectives" in item.error.message for item in answers)
         assert len(b.gathering._rounds) == 64
 
 
@@ -205,7 +205,7 @@ def test_a_collector_that_answers_for_others_is_not_believed(make_agents: MakeAg
     a, b = make_agents("a", "b")
     for answer in ({"b": (objects.NONE, b"", [])}, {"a": 1, "b": 2}, ["a", "b"], None):
         a.server.register_control("gather", lambda *_, answer=answer: answer, Any, Any, Any, Any, Any)
-        with pytest.raises(DecodeError, match="a answered"):
+        with pytest.raises(DecodeError, match="a returned"):
             b.gathering.all_gather(1, None, time.monotonic() + LIMIT_S)
 
 
@@ -253,7 +253,7 @@ def test_an_answer_of_another_type_fails_the_operation(make_agents: MakeAgents, 
     a.control("b", "ask", (), LIMIT_S, ended.append, kind)
     wait_until(lambda: bool(ended), LIMIT_S)
     assert isinstance(ended[0].error, DecodeError)
-    assert "what b answered to ~ask is not valid" in str(ended[0].error)
+    assert "worker b sent an invalid result for ~ask" in str(ended[0].error)
 
 
 def test_an_operation_that_ended_is_not_kept_by_the_future_that_waits_for_it(make_agents: MakeAgents) -> None:

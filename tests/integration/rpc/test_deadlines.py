@@ -58,7 +58,7 @@ def test_function_past_its_deadline_makes_no_calls(make_agents: Any) -> None:
 def test_phase_queue_and_the_call_never_runs(make_agents: Any) -> None:
     a, b = make_agents("a", "b", num_worker_threads=1)
     busy = a.submit("b", handlers.hold_gil, (0.6,))
-    with pytest.raises(RpcTimeout, match="waited for a free worker thread") as caught:
+    with pytest.raises(RpcTimeout, match="waiting for a free worker thread") as caught:
         a.call("b", handlers.note, ("too late",), None, 0.05)
     assert caught.value.phase == "queue"
     busy.wait()
@@ -90,7 +90,7 @@ def test_cancel_ends_the_call_here_and_there(make_agents: Any, to: str) -> None:
     queued = a.submit(to, handlers.note, ("must not run",))
     assert queued.cancel() is True
     assert queued.cancel() is False
-    with pytest.raises(CallCancelled, match=rf"note on worker {to} was cancelled here"):
+    with pytest.raises(CallCancelled, match=rf"note on worker {to} was cancelled by the caller"):
         queued.wait()
     busy.wait()
     assert wait_until(lambda: a.is_quiet and b.is_quiet)

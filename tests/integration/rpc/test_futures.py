@@ -171,7 +171,7 @@ def test_a_thread_may_stop_waiting_while_the_call_goes_on(pair: list[Agent], is_
 
 def test_the_end_of_a_wait_is_not_the_end_of_the_call(pair: list[Agent]) -> None:
     future = pair[0].submit("b", handlers.wait_gate, (), None, 0.5)
-    with pytest.raises(WaitTimeout, match=r"worker b has not answered the call of .*wait_gate"):
+    with pytest.raises(WaitTimeout, match=r"worker b has not answered the call to .*wait_gate"):
         future.wait(0.01)
     with pytest.raises(RpcTimeout) as caught:
         future.wait(10)

@@ -193,7 +193,7 @@ def test_equal_ranks_are_refused(make_puppets: Make, meeting: str) -> None:
         with pytest.raises(PuppetError) as caught:
             puppet.result()
         texts.append(caught.value.text)
-    assert any("every rank needs a name of its own" in text for text in texts), texts
+    assert any("give every worker its own name" in text for text in texts), texts
 
 
 def test_all_who_wait_are_told_that_names_clash(make_puppets: Make, meeting: str) -> None:
@@ -215,7 +215,7 @@ def test_all_who_wait_are_told_that_names_clash(make_puppets: Make, meeting: str
 def test_other_world_size_is_refused(make_puppets: Make, meeting: str) -> None:
     first, second = make_puppets(2)
     first.start(init_source(0, 2, meeting, init_timeout=2.0))
-    with pytest.raises(PuppetError, match="w1 has world_size=3, rank 0 has 2"):
+    with pytest.raises(PuppetError, match="w1 has world_size=3, but rank 0 has 2"):
         second.do(init_source(1, 3, meeting, init_timeout=2.0))
     with pytest.raises(PuppetError, match="RendezvousFailed"):
         first.result()
@@ -224,7 +224,7 @@ def test_other_world_size_is_refused(make_puppets: Make, meeting: str) -> None:
 @pytest.mark.parametrize(
     ("rank", "world_size", "init_method", "words"),
     [
-        (2, 2, "file:///tmp/x", "rank 2 does not fit a world of 2"),
+        (2, 2, "file:///tmp/x", "rank 2 is out of range for world_size=2"),
         (-1, 2, "file:///tmp/x", "rank parameter missing"),
         (70000, None, "file:///tmp/x", "rank must be between"),
         (0, 1, "http://x", "init_method must be"),
@@ -253,7 +253,7 @@ def test_second_init_is_refused_and_the_first_lives(meeting: str) -> None:
     options = rpc.RpcOptions(init_method=meeting)
     rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
     try:
-        with pytest.raises(ConfigurationError, match=r"already initialized in this process, as worker a.*shutdown"):
+        with pytest.raises(ConfigurationError, match=r"already initialized in this process as worker a.*shutdown"):
             rpc.init_rpc("b", rank=0, world_size=1, rpc_backend_options=options)
         assert rpc.rpc_sync("a", os.getpid) == os.getpid()
     finally:
@@ -352,10 +352,10 @@ def _fail_to_meet(puppets: list[Puppet], where: str, options: list[str]) -> list
     ("scheme", "wrong", "reason"),
     [
         ("file", "tls={other}, transports=('tcp',)", "certificate"),
-        ("file", "", 'trust="code" there, trust="data" here'),
+        ("file", "", 'peer has trust="code", this worker trust="data"'),
         ("file", "transports=('tcp',)", "this worker has no keys"),
         ("file", "tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder'), transports=('tcp',)", "no such folder"),
-        ("tcp", "tls={good}, trust='code'", 'trust="code" there, trust="data" here'),
+        ("tcp", "tls={good}, trust='code'", 'peer has trust="code", this worker trust="data"'),
     ],
     ids=["another authority", "no keys", "no keys for tcp", "keys that are missing", "another trust level"],
 )
@@ -374,12 +374,12 @@ def test_a_rank_that_is_not_let_in_is_named_at_once_on_all_ranks(
 @pytest.mark.parametrize(
     ("wrong", "init_timeout", "reason", "refusal"),
     [
-        ("tls={other}", 2.5, "rank 1 cannot meet the others: .*certificate", "127.0.0.1: .*one cluster authority"),
+        ("tls={other}", 2.5, "rank 1 cannot join: .*certificate", "127.0.0.1: .*the same cluster authority"),
         (
             "",
             6.0,
-            "rank 0 serves the meeting point .* with TLS, and rank 1 has no keys",
-            "127.0.0.1: no TLS 1.3 connection",
+            "rank 0 serves the meeting point .* with TLS, but rank 1 has no keys",
+            "127.0.0.1: TLS 1.3 handshake failed",
         ),
         ("tls=gradwire.config.TlsKeys.in_folder('/tmp/no such folder')", 1.0, "no such folder", ""),
     ],
@@ -403,7 +403,7 @@ def test_a_rank_without_the_keys_of_a_secure_meeting_is_told_at_once(
     assert time.monotonic() - began < init_timeout + 5.0
     error = _failure(puppets[0])
     assert re.search("rank 1 never arrived", error.text), error
-    assert not refusal or re.search(f"the meeting point refused: .*{refusal}", error.text), error
+    assert not refusal or re.search(f"The meeting point refused these connections: .*{refusal}", error.text), error
 
 
 def test_a_rank_zero_with_other_keys_is_not_believed(
@@ -411,8 +411,8 @@ def test_a_rank_zero_with_other_keys_is_not_believed(
 ) -> None:
     puppets = make_puppets(2)
     _start_to_meet(puppets, tcp_meeting, [f"tls={keys('other')}", f"tls={keys('one')}"], init_timeout=2.5)
-    assert re.search("rank 1 cannot meet the others: .*certificate", _failure(puppets[1]).text)
-    assert re.search("rank 1 never arrived .*one cluster authority", _failure(puppets[0]).text)
+    assert re.search("rank 1 cannot join: .*certificate", _failure(puppets[1]).text)
+    assert re.search("rank 1 never arrived .*the same cluster authority", _failure(puppets[0]).text)
 
 
 def test_a_rank_with_the_certificate_of_another_is_not_let_in(
@@ -421,7 +421,7 @@ def test_a_rank_with_the_certificate_of_another_is_not_let_in(
     make_keys(tmp_path / "keys", ["w0", "w1"])
     shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0')"
     for error in _fail_to_meet(make_puppets(2), tcp_meeting, [shown, shown]):
-        assert re.search(r"rank 1 \(w1\) cannot join .* has written for 'w1'", error.text), error
+        assert re.search(r"rank 1 \(w1\) cannot join .* wrote for 'w1'", error.text), error
 
 
 def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
@@ -432,7 +432,7 @@ def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
     puppets[0].do(f"os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)")
     shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0'), transports=('tcp',)"
     for error in _fail_to_meet(puppets, meeting, [shown, shown]):
-        assert re.search(r"rank 1 \(w1\) cannot join .* has written for 'w1'", error.text), error
+        assert re.search(r"rank 1 \(w1\) cannot join .* wrote for 'w1'", error.text), error
     assert 1 <= log.read_text().count("w0 refused a connection") <= 4
 
 

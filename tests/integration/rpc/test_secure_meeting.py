@@ -152,7 +152,7 @@ def test_a_missing_rank_is_named(make_puppets: Make, folder: Path) -> None:
 
 def test_a_port_that_is_taken_is_named(make_puppets: Make, folder: Path, agent_store: AgentStore) -> None:
     (puppet,) = make_puppets(1)
-    with pytest.raises(PuppetError, match=r"rank 0 cannot open the meeting point .* name another port"):
+    with pytest.raises(PuppetError, match=r"rank 0 cannot open the meeting point .* choose another port"):
         puppet.do(_init(0, 2, f"tcp://127.0.0.1:{agent_store.port}", folder))
 
 

@@ -44,7 +44,7 @@ def test_a_worker_without_memory_for_a_message_says_so_and_goes_on(workers: Work
     large = "torch.empty, args=(1 << 26,)" if limited == 0 else "len, args=(torch.empty(1 << 26),)"
     for _ in range(2):
         with pytest.raises(
-            PuppetError, match=r"has no memory for the (arguments|result) of .*268,435,456 bytes"
+            PuppetError, match=r"is out of memory for the (arguments|result) of .*268,435,456 bytes"
         ) as caught:
             first.do(f"rpc.rpc_sync('w1', {large})")
         assert caught.value.kind == "ResourceExhausted"

@@ -75,9 +75,9 @@ def test_trust_levels_must_agree(make_agents: Any) -> None:
     shared = StaticDirectory()
     (wary,) = make_agents("a", directory=shared, trust="data")
     (bold,) = make_agents("b", directory=shared, trust="code")
-    with pytest.raises(AuthenticationFailed, match='trust="data" there, trust="code" here'):
+    with pytest.raises(AuthenticationFailed, match='peer has trust="data", this worker trust="code"'):
         wary.call("b", "double", (1,))
-    with pytest.raises(AuthenticationFailed, match='trust="code" there, trust="data" here'):
+    with pytest.raises(AuthenticationFailed, match='peer has trust="code", this worker trust="data"'):
         bold.call("a", operator.add, (1, 2))
 
 

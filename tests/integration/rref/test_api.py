@@ -137,7 +137,7 @@ def test_what_the_function_raises_comes_with_the_value(names: list[str]) -> None
     with pytest.raises(ValueError, match="broken") as caught:
         rpc.rpc_sync(names[1], tasks.fetch, args=(rref,))
     printed = "".join(traceback.format_exception(caught.value))
-    assert f"on worker '{names[0]}'" in printed
+    assert f"of worker '{names[0]}'" in printed
     assert "in fail" in printed
     with pytest.raises(ValueError, match="broken"):
         rref.rpc_sync().item()
@@ -224,7 +224,7 @@ def test_a_creation_that_takes_too_long(names: list[str]) -> None:
 def test_one_deadline_for_making_and_fetching(names: list[str]) -> None:
     rref = rpc.remote(names[0], tasks.wait_gate, timeout=0)
     started = time.monotonic()
-    with pytest.raises(RpcTimeout, match=r"not made within 0\.3 s") as caught:
+    with pytest.raises(RpcTimeout, match=r"not created within 0\.3 s") as caught:
         rref.to_here(timeout=0.3)
     assert caught.value.worker == names[0]
     assert time.monotonic() - started < 10

@@ -193,7 +193,7 @@ def test_shutdown_names_the_holder_that_does_not_let_go(workers: Workers) -> Non
     second.do("context.here().agent.farewells.clear()")  # a worker that leaves its references be
     first.start("context._LEAVE_S = 0.5\nrpc.shutdown()")
     second.do("rpc._wait_all_workers(20)")
-    with pytest.raises(PuppetError, match=r"others still had references to its values: w1 \(1\)"):
+    with pytest.raises(PuppetError, match=r"other workers still held references to its values: w1 \(1\)"):
         first.result()
     second.do("rpc.shutdown(graceful=False)")
 

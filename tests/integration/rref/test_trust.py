@@ -152,7 +152,7 @@ def test_what_is_not_here_is_refused_in_the_same_words(make_agents: MakeAgents) 
 @pytest.mark.parametrize("trust", ["data", "code"])
 def test_nobody_waits_in_the_name_of_another_worker(make_agents: MakeAgents, trust: str) -> None:
     a, b, c = make_agents(3, trust=trust)
-    with pytest.raises(DecodeError, match="c named another worker as the maker of reference 1:5"):
+    with pytest.raises(DecodeError, match="c gave another worker as the creator of reference 1:5"):
         c.call("a", FETCH, (invented(b, 5), context.of(b).own))
     with pytest.raises(RRefError, match="does not have the value of reference 1:5 for c"):
         c.call("a", FETCH, (invented(b, 5), context.of(c).own))
@@ -167,7 +167,7 @@ def test_number_of_values_that_never_come_is_bounded(make_agents: MakeAgents, mo
     for future in futures:
         with pytest.raises(RpcTimeout):
             future.wait()
-    with pytest.raises(RRefError, match=r"too many values that calls of b are to make, .* reference 1:3\. Wait"):
+    with pytest.raises(RRefError, match=r"too many values created by calls from b, .* reference 1:3\. Wait"):
         b.call("a", FETCH, (invented(b, 3), own))
     assert context.of(a).statistics().num_values == 3
     rref = create(context.of(b), "a", ones, (2,), None, -1.0)  # calls that make their values are not counted

@@ -216,7 +216,7 @@ def save_different(world: GroupWorld, folder: str) -> None:
 def save_where_one_cannot(world: GroupWorld, folder: str) -> None:
     """Rank 1 sees another directory under that name."""
     own, state = folder if world.rank == 0 else f"{folder}-other", {"a": world.shard(whole(5), world.chunks())}
-    with pytest.raises(CheckpointError, match="does not see the directory"):
+    with pytest.raises(CheckpointError, match="cannot see the directory"):
         checkpoint.save(own, state, progress=False)
 
 

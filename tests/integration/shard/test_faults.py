@@ -145,7 +145,7 @@ def test_rank_that_does_not_make_the_same_calls(cluster: Cluster, tmp_path: Path
     futures = [
         worker.submit(stay_away, number, str(tmp_path / "store")) for number, worker in enumerate(cluster.workers[:2])
     ]
-    assert "did not take part in time" in futures[0].wait()
+    assert "did not join in time" in futures[0].wait()
     assert futures[1].wait() == "stayed away"
 
 

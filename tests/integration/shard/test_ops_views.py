@@ -171,7 +171,7 @@ def test_batched_products_of_any_two_operands(worlds: Worlds, backend: str, num_
 
 def check_bmm_errors(world: World) -> bool:
     left, right = world.shard(torch.randn(2, 3, 4), world.chunks(2)), world.shard(torch.randn(2, 4, 5), world.chunks(1))
-    with pytest.raises(RuntimeError, match="cut along the dimension that is summed over"):
+    with pytest.raises(RuntimeError, match="sharded along the dimension that is summed over"):
         torch.bmm(left, right)
     with pytest.raises(RuntimeError, match="size"):
         torch.bmm(left, torch.randn(2, 3, 5))

@@ -159,6 +159,15 @@ def test_what_cannot_be_a_root(trio: list[Agent], case: str, mode: Any) -> None:
         assert gw.autograd._get_debug_info()["num_current_backward_passes"] == "0"
 
 
+def test_a_loss_from_a_call_outside_of_the_context_says_so(trio: list[Agent]) -> None:
+    loss = rpc.rpc_sync("b", torch.sum, args=(torch.ones(3, requires_grad=True),))
+    with (
+        gw.autograd.context() as ctx,
+        pytest.raises(AutogradError, match=r"made outside of this context: move the call"),
+    ):
+        gw.autograd.backward(ctx, loss)
+
+
 def test_gradients_must_fit_the_roots(trio: list[Agent]) -> None:
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
@@ -236,7 +245,7 @@ def test_tensor_of_another_context_is_refused(trio: list[Agent]) -> None:
         foreign = rpc.rpc_sync("b", layer, args=(x,))
     with gw.autograd.context() as ctx:
         own = rpc.rpc_sync("b", layer, args=(x,))
-        with pytest.raises(BackwardFailed, match=r"came from another worker in context .* detach it"):
+        with pytest.raises(BackwardFailed, match=r"received from another worker in context .* detach it"):
             ctx.backward((own + foreign).sum())
         ctx.backward((rpc.rpc_sync("b", layer, args=(x,)) + foreign.detach()).sum())
         assert x in ctx.gradients()

@@ -61,12 +61,12 @@ def test_answer_with_create_graph_that_needs_no_graph_is_not_recorded() -> None:
 @pytest.mark.parametrize(
     ("items", "num_tensors", "words"),
     [
-        ((GradientItem(1, (True, True)),), 1, "a message of b lacks gradients for message 0x1"),
-        ((GradientItem(1, (True,)), GradientItem(2, (True,))), 1, "lacks gradients for message 0x2"),
-        ((GradientItem(1, (True, False)), GradientItem(2)), 3, "carries 2 gradients more than it names"),
-        ((GradientItem(1, (True,), 9, (1,)),), 1, "names gradients that it does not carry"),
-        ((GradientItem(1, (True,), 9, (-1,)),), 1, "names gradients that it does not carry"),
-        ((GradientItem(1, (True,), 9, ()),), 1, "names gradients that it does not carry"),
+        ((GradientItem(1, (True, True)),), 1, "a message from b is missing gradients for message 0x1"),
+        ((GradientItem(1, (True,)), GradientItem(2, (True,))), 1, "is missing gradients for message 0x2"),
+        ((GradientItem(1, (True, False)), GradientItem(2)), 3, "carries 2 more gradients than it lists"),
+        ((GradientItem(1, (True,), 9, (1,)),), 1, "lists gradients that it does not carry"),
+        ((GradientItem(1, (True,), 9, (-1,)),), 1, "lists gradients that it does not carry"),
+        ((GradientItem(1, (True,), 9, ()),), 1, "lists gradients that it does not carry"),
     ],
     ids=["one of two", "second item", "too many", "beyond", "before", "none"],
 )

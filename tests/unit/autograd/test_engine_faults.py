@@ -524,12 +524,12 @@ def test_context_cannot_be_entered_twice_and_stays_usable(trio: list[Agent]) -> 
     x = torch.ones(3, requires_grad=True)
     context = gw.autograd.context()
     with context as ctx:
-        with pytest.raises(AutogradError, match="can be entered once"):
+        with pytest.raises(AutogradError, match="can be entered only once"):
             context.__enter__()
         assert num_contexts(trio) == 1
         ctx.backward(rpc.rpc_sync("b", layer, args=(x,)).sum(), timeout=LIMIT_S)
         assert torch.allclose(ctx.gradients()[x], expected(1)[0])
-    with pytest.raises(AutogradError, match="can be entered once"):
+    with pytest.raises(AutogradError, match="can be entered only once"):
         context.__enter__()
     wait_until(lambda: num_contexts(trio) == 0, QUICK_S, "that the one context is released")
     assert num_contexts(trio) == 0

@@ -353,7 +353,7 @@ def test_message_under_the_id_of_another_worker_is_refused(trio: list[Agent]) ->
         (message_id,) = context_of(b, ctx).recvs
         error = call_with_note(c, "b", [int(ctx), message_id, 1], torch.ones(3, requires_grad=True))
         assert isinstance(error, DecodeError)
-        assert "c recorded a message under an id of another worker" in str(error)
+        assert "c recorded a message with an id of another worker" in str(error)
         check_gradient(ctx, loss, x)
 
 

@@ -126,12 +126,12 @@ def as_too_many(note: PropagateGradients, tensors: Sequence[torch.Tensor]) -> tu
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda note, tensors: (note, [tensors[0][:2]]), r"number 0 has shape \(2,\), not \(3,\)"),
-        (lambda note, tensors: (note, [tensors[0].double()]), "number 0 has dtype torch.float64, not torch.float32"),
-        (lambda note, tensors: (note, []), "a message of a lacks gradients"),
-        (lambda note, tensors: (note, [*tensors, *tensors]), "carries 1 gradients more than it names"),
-        (as_too_many, "there are 2, but 1 tensors were sent"),
-        (as_unknown_send, "which this worker has not sent to worker 0 in this context"),
+        (lambda note, tensors: (note, [tensors[0][:2]]), r"gradient 0 has shape \(2,\), not \(3,\)"),
+        (lambda note, tensors: (note, [tensors[0].double()]), "gradient 0 has dtype torch.float64, not torch.float32"),
+        (lambda note, tensors: (note, []), "a message from a is missing gradients"),
+        (lambda note, tensors: (note, [*tensors, *tensors]), "carries 1 more gradients than it lists"),
+        (as_too_many, "got 2 for 1 tensors"),
+        (as_unknown_send, "which this worker did not send to worker 0 in this context"),
     ],
     ids=["shape", "dtype", "none", "one more", "two for one", "unknown send"],
 )
@@ -170,7 +170,7 @@ def test_gradient_for_a_send_to_somebody_else_is_refused(trio: list[Agent]) -> N
             c.notices.send("a", "autograd.propagate", note, [torch.full((3,), 1e6)])
 
         c.reactor.run_soon(answer_for_another)
-        with pytest.raises(BackwardFailed, match="which this worker has not sent to worker 2") as caught:
+        with pytest.raises(BackwardFailed, match="which this worker did not send to worker 2") as caught:
             ctx.backward(loss, timeout=20)
         gate.set()
         assert caught.value.operation == "taking gradients from c"

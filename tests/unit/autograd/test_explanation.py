@@ -69,7 +69,7 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
     assert "a waits for b: send 0x" in text
     assert "held_layer (test_explanation.py:" in text
     assert "b computes (1 runs of the local engine)" in text
-    assert ("a run of the local engine stands still for it" in text) == is_gated
+    assert ("a run of the local engine is blocked on it" in text) == is_gated
     (first, second) = json.loads(explanation.as_json())["workers"]
     (mine,), (theirs,) = first["passes"], second["passes"]
     assert mine["pass_id"] == theirs["pass_id"]
@@ -115,7 +115,7 @@ def test_worker_that_is_gone(trio: list[Agent]) -> None:
 
 def test_worker_without_the_context(trio: list[Agent]) -> None:
     with gw.autograd.context() as ctx:
-        with torch.no_grad(), pytest.raises(UnknownContext, match="Worker 1 has never had to do with it"):
+        with torch.no_grad(), pytest.raises(UnknownContext, match="Worker 1 has never taken part in it"):
             rpc.rpc_sync("b", gw.autograd.explain, args=(int(ctx),))
         assert "a: 0 sends, 0 recvs" in str(ctx.explain())
 
@@ -124,6 +124,6 @@ def test_waiting_in_one_sentence() -> None:
     send = WaitingSend(0xABC, "a", "b", "layers:layer", "train.py:3, in step")
     assert str(send) == "send 0xabc of layers:layer (train.py:3, in step) on worker a to b"
     waits, works = PassSnapshot("a", waiting=(send,)), PassSnapshot("b", num_running=1)
-    assert waiting_text({0: waits, 1: works}) == f"no gradient has come for {send}; b still compute"
-    assert waiting_text({1: works}) == "b still compute"
-    assert waiting_text({0: PassSnapshot("a")}) == "no worker says what it waits for"
+    assert waiting_text({0: waits, 1: works}) == f"no gradient has arrived for {send}; still computing: b"
+    assert waiting_text({1: works}) == "still computing: b"
+    assert waiting_text({0: PassSnapshot("a")}) == "no worker reports what it is waiting for"

@@ -49,11 +49,11 @@ def test_containers_of_objects(tmp_path: Path) -> None:
     [
         (nn.Linear(3, 2), ["'model/weight' has shape [2, 2] in the checkpoint and [2, 3] here"]),
         (nn.Linear(2, 2, dtype=torch.float64), ["'model/weight' is float32 in the checkpoint and float64 here"]),
-        (nn.Linear(2, 2, bias=False), ["'model/bias' is in the checkpoint and not wanted"]),
-        (nn.BatchNorm1d(2), ["'model/running_mean' is wanted and not in the checkpoint"]),
+        (nn.Linear(2, 2, bias=False), ["'model/bias' is in the checkpoint, but not in the object"]),
+        (nn.BatchNorm1d(2), ["'model/running_mean' is not in the checkpoint"]),
         (torch.zeros(2), ["'model' was not saved as a tensor"]),
         (torch.optim.SGD([torch.zeros(1)], lr=1.0), ["'model' was not saved as an optimizer of one process"]),
-        (3, ["'model' was saved as a module; give one that is to be filled"]),
+        (3, ["'model' was saved as a module; pass one to be filled"]),
     ],
 )
 def test_what_does_not_fit_changes_nothing(tmp_path: Path, other: Any, problems: list[str]) -> None:

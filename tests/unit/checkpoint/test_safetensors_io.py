@@ -127,7 +127,7 @@ class Special(torch.Tensor):
 @pytest.mark.parametrize(
     ("tensor", "why"),
     [
-        (torch.eye(2).to_sparse(), "layout torch.sparse_coo; save its indices and values"),
+        (torch.eye(2).to_sparse(), "layout is torch.sparse_coo; save its indices and values"),
         (torch.empty(2, device="meta"), "meta device"),
         (torch.ones(2).as_subclass(Special), "it is a Special"),
         (torch.zeros(2, dtype=torch.float8_e8m0fnu), "its dtype is torch.float8_e8m0fnu"),
@@ -209,7 +209,7 @@ def test_an_interrupted_write_leaves_nothing(tmp_path: Path, folder: Folder) -> 
 
 def test_nothing_is_written_over(tmp_path: Path, folder: Folder) -> None:
     (tmp_path / NAME).write_text("mine")
-    with pytest.raises(CheckpointWriteFailed, match="exists already"):
+    with pytest.raises(CheckpointWriteFailed, match="already exists"):
         write(folder, {"a": torch.zeros(1)})
     assert (tmp_path / NAME).read_text() == "mine"
 

@@ -103,7 +103,7 @@ def test_an_object_that_refuses_is_named_and_others_are_put_back(tmp_path: Path)
     target, here = Stubborn(), nn.Linear(2, 2)
     before = state_of(here)
     with pytest.raises(
-        CheckpointError, match="'stubborn' was not loaded: Stubborn did not take its state: ValueError: I will"
+        CheckpointError, match="'stubborn' was not loaded: Stubborn rejected its state: ValueError: I will"
     ):
         checkpoint.load(tmp_path, {"optim": other, "model": here, "stubborn": target})
     assert other.param_groups[0]["lr"] == 4.0

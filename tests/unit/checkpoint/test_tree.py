@@ -125,8 +125,8 @@ def test_not_a_number_and_counters_come_back() -> None:
     [
         (Colour.RED, ".value or .name"),
         (np.float64(1.0), ".item()"),
-        (object(), "make it again"),
-        ({1, 2}, "make it again"),
+        (object(), "create it again"),
+        ({1, 2}, "create it again"),
         (test_not_a_number_and_counters_come_back, "cannot be saved"),
         (Colour, "cannot be saved"),
     ],

@@ -32,7 +32,7 @@ _NO_LIMIT = resource.RLIM_INFINITY
         (doctor.judge_memory(None, 64 << 30), "ok", "64.0 GiB"),
         (doctor.judge_shm(64 << 20, True), "warn", "--shm-size"),
         (doctor.judge_shm(1 << 30, True), "ok", "1,024 MiB"),
-        (doctor.judge_shm(1 << 30, False), "warn", "cannot be written"),
+        (doctor.judge_shm(1 << 30, False), "warn", "not writable"),
         (doctor.judge_ports(32_768, 60_999), "ok", "32768 to 60999"),
         (doctor.judge_ports(50_000, 50_100), "warn", "only 101"),
         (doctor.judge_host("node1", ["127.0.1.1"]), "warn", "others cannot use it"),

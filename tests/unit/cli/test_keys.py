@@ -70,7 +70,7 @@ def test_a_key_is_not_overwritten(tmp_path: Path) -> None:
     secret = (tmp_path / "k" / "ps.key").read_bytes()
     done = keys("request", tmp_path / "k", "--name", "ps")
     assert isinstance(done.exception, ConfigurationError)
-    assert "exists already" in str(done.exception)
+    assert "already exists" in str(done.exception)
     assert (tmp_path / "k" / "ps.key").read_bytes() == secret
 
 
@@ -88,7 +88,7 @@ def test_sign_refuses_what_is_not_a_request(tmp_path: Path) -> None:
 def test_sign_needs_an_authority(tmp_path: Path) -> None:
     keys("request", tmp_path / "w", "--name", "ps")
     done = keys("sign", tmp_path / "w" / "ps.csr", "--name", "ps", "--keys", tmp_path / "empty")
-    assert "holds no authority" in str(done.exception)
+    assert "has no certificate authority" in str(done.exception)
     assert "gradwire keys init" in str(done.exception)
 
 

@@ -21,7 +21,7 @@ def test_a_cluster_is_found_by_name_beginning_or_pid(wanted: str, found: str) ->
 
 @pytest.mark.parametrize(
     ("wanted", "text"),
-    [("train", "open are train-12, train-123"), ("other", "open are train-12, train-123, eval-7")],
+    [("train", "open clusters: train-12, train-123"), ("other", "open clusters: train-12, train-123, eval-7")],
 )
 def test_a_name_that_fits_none_or_several_is_an_error_that_shows_them(
     wanted: str, text: str, capsys: pytest.CaptureFixture[str]
@@ -35,4 +35,4 @@ def test_a_name_that_fits_none_or_several_is_an_error_that_shows_them(
 def test_without_any_cluster_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(typer.Exit):
         find_socket("train", [])
-    assert "you have no cluster open on this machine" in capsys.readouterr().err
+    assert "you have no open clusters on this machine" in capsys.readouterr().err

@@ -33,10 +33,10 @@ def test_without_roles_all_are_workers() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"num_workers": 3, "roles": {"ps": 1, "trainer": 1}}, "roles add up to 2 workers, but there are 3"),
-        ({"num_workers": 1, "roles": {"ps": 1}, "names": ["a"]}, "exclude each other"),
+        ({"num_workers": 3, "roles": {"ps": 1, "trainer": 1}}, "roles add up to 2 workers, but the cluster has 3"),
+        ({"num_workers": 1, "roles": {"ps": 1}, "names": ["a"]}, "either names or roles"),
         ({"num_workers": 1, "roles": {"ps": 0, "x": 1}}, r"roles\['ps'\] must be a whole number"),
-        ({"num_workers": 1, "roles": {"p s": 1}}, "a worker's name has"),
+        ({"num_workers": 1, "roles": {"p s": 1}}, "a worker's name must be"),
         ({"num_workers": 12, "roles": {"a": 11, "a1": 1}}, "names must be unique"),
         ({"num_workers": 1, "imports": "json"}, "imports must be a list"),
         ({"num_workers": 1, "start_timeout_s": 0}, "start_timeout_s must be positive"),

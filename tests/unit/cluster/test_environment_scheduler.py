@@ -36,12 +36,14 @@ def environment(rank: int = 0, **more: object) -> LaunchEnvironment:
 
 
 def test_several_machines_without_a_proof_are_refused_with_both_ways() -> None:
-    with pytest.raises(ConfigurationError, match="rank 0 on 192") as caught:
+    with pytest.raises(ConfigurationError, match="rank 0 runs on 192") as caught:
         choose_auth(environment(1), None, {})
     for way in ("GRADWIRE_SECRET_FILE=", "GRADWIRE_KEYS=", "tls=", "gradwire keys"):
         assert way in str(caught.value)
     shown = text_shown_in("docs/tutorial/7-two-machines.md", "GRADWIRE_SECRET_FILE")
-    shown = shown.replace("rank 2 runs on node2, and rank 0 on node1", "rank 1 runs on ..., and rank 0 on 192.0.2.7")
+    shown = shown.replace(
+        "rank 2 runs on node2, but rank 0 runs on node1", "rank 1 runs on ..., but rank 0 runs on 192.0.2.7"
+    )
     assert is_as_shown(shown, str(caught.value))
 
 
@@ -80,9 +82,9 @@ def test_a_folder_that_others_can_write_to_is_not_used(tmp_path: Path, monkeypat
     store = open_store(environment(1), None, time.monotonic())
     Path(store.where).mkdir()
     Path(store.where).chmod(0o777)
-    with pytest.raises(ConfigurationError, match="others can write to"):
+    with pytest.raises(ConfigurationError, match="is writable by other users"):
         store.get("round")
-    with pytest.raises(ConfigurationError, match="others can write to"):
+    with pytest.raises(ConfigurationError, match="is writable by other users"):
         open_store(environment(0), None, time.monotonic())
 
 
@@ -94,7 +96,7 @@ def test_rank_0_that_cannot_listen_says_where() -> None:
 def test_a_store_that_nothing_listens_at_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    with pytest.raises(RendezvousFailed, match=f"rank 0 never listened at tcp://127.0.0.1:{port}"):
+    with pytest.raises(RendezvousFailed, match=f"rank 0 did not listen at tcp://127.0.0.1:{port}"):
         open_store(environment(1, master=("127.0.0.1", port)), SharedSecret(b"s" * 32), time.monotonic() + 0.3)
 
 
@@ -133,7 +135,7 @@ def test_a_process_is_let_go_and_not_killed(scheduler: EnvironmentScheduler) -> 
     process = scheduler.launch(2, time.monotonic() + 5)[0]
     assert process.end_reason() is None
     process.kill()
-    assert process.end_reason() == "it was left to its launcher"
+    assert process.end_reason() == "it is managed by its launcher"
     scheduler.close()
 
 
@@ -180,5 +182,7 @@ def test_ranks_that_never_arrive_may_lack_a_proof(tmp_path: Path) -> None:
 def test_a_world_of_one_rank_has_no_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"GRADWIRE_RANK": "0", "GRADWIRE_WORLD_SIZE": "1", "GRADWIRE_RUN_ID": "r"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigurationError, match="one rank, which is the driver, and no worker: start at least two"):
+    with pytest.raises(
+        ConfigurationError, match="a single rank, which is the driver, and no workers: start at least two"
+    ):
         gradwire.Cluster.from_env()

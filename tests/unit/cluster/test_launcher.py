@@ -40,5 +40,5 @@ def test_the_first_end_counts() -> None:
     assert repr(handle) == "<WorkerHandle w pid=4711 starting>"
     handle.on_exited("killed by SIGKILL")
     uptime_s = handle.uptime_s
-    handle.on_exited("killed because the fork server ended")
+    handle.on_exited("killed because the fork server exited")
     assert (handle.exit_reason, handle.uptime_s) == ("killed by SIGKILL", uptime_s)

@@ -22,7 +22,7 @@ from gradwire.types import WorkerInfo
         ({"n": 2, "names": ["a"]}, "one name for each of the 2 workers"),
         ({"n": 2, "names": "ab"}, "one name for each of the 2 workers"),
         ({"n": 2, "names": ["a", "a"]}, "names must be unique"),
-        ({"n": 1, "names": ["driver"]}, "name of this process"),
+        ({"n": 1, "names": ["driver"]}, "reserved for this process"),
         ({"n": 1, "names": ["../a"]}, "letters, digits"),
         ({"n": 1, "names": [""]}, "letters, digits"),
         ({"n": 1, "names": ["x" * 41]}, "1 to 40 letters"),

@@ -104,7 +104,7 @@ def test_messages_may_come_in_any_order(make: MakeWorker, order: tuple[int, ...]
     assert [info.name for info in agent.directory.infos()] == ["a", "b"]
     with pytest.raises(AuthenticationFailed, match="newer incarnation"):
         agent.admit(old)
-    with pytest.raises(AuthenticationFailed, match="was given up: removed"):
+    with pytest.raises(AuthenticationFailed, match="was declared lost: removed"):
         agent.admit(address_of("c", 4))
 
 
@@ -135,7 +135,7 @@ def test_a_name_that_was_removed_may_be_given_again(make: MakeWorker) -> None:
 def test_only_the_driver_says_who_belongs_to_the_cluster(world: list[Agent]) -> None:
     driver, a, b = world
     for operation, args in ((MEMBERS, ([], [])), (ALIVE, ())):
-        with pytest.raises(AuthenticationFailed, match="only driver may say who belongs to this cluster, not a"):
+        with pytest.raises(AuthenticationFailed, match="only driver may change the list of workers, not a"):
             a.ask("b", operation, args, 10.0, None).wait()
         assert driver.ask("b", operation, args, 10.0, None).wait() is None
     assert tell_members(a, ["b"], [], 5.0, [lost(driver)]) == set()
@@ -206,7 +206,9 @@ def test_a_process_that_was_given_up_is_refused_everywhere(world: list[Agent]) -
         dismiss(agent, lost(old, "it has not answered for 30 s"))
     wait_until(lambda: not old.peers.lanes())
     for name in ("driver", "b"):
-        with pytest.raises(AuthenticationFailed, match=f"{name} refused .* worker a was given up: it has not answered"):
+        with pytest.raises(
+            AuthenticationFailed, match=f"{name} refused .* worker a was declared lost: it has not answered"
+        ):
             old.call(name, int, ("3",))
     for agent in (driver, b):
         with pytest.raises(WorkerLost, match="worker a is lost: it has not answered"):
@@ -261,7 +263,7 @@ def test_a_connection_that_a_process_opens_while_it_is_given_up(world: list[Agen
         dismiss(b, lost(old))
 
     b.admit = admit_and_dismiss  # type: ignore[method-assign]
-    with pytest.raises(AuthenticationFailed, match=r"b refused .* worker a was given up: killed by SIGKILL"):
+    with pytest.raises(AuthenticationFailed, match=r"b refused .* worker a was declared lost: killed by SIGKILL"):
         old.call("b", int, ("3",))
     wait_until(lambda: not [item for item in b.server.incoming if item.lane and item.info.name == "a"])
     assert b.has_ended("a")

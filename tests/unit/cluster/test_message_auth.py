@@ -20,7 +20,7 @@ def test_a_secret_that_was_written_can_be_read(tmp_path: Path) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     first, second = read_secret(file), read_secret(file)
     second.verify(b"statement", first.sign(b"statement"))
-    with pytest.raises(AuthenticationFailed, match="another secret, or was changed"):
+    with pytest.raises(AuthenticationFailed, match="another secret, or altered"):
         second.verify(b"another", first.sign(b"statement"))
     assert "secret" not in repr(first).lower().replace("sharedsecret", "")
 
@@ -40,7 +40,7 @@ def test_a_secret_is_not_overwritten(tmp_path: Path) -> None:
 def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: int) -> None:
     file = write_secret(tmp_path / "secret")
     file.chmod(mode)
-    with pytest.raises(ConfigurationError, match=rf"closed to others \(mode {mode:o}\); `chmod 600"):
+    with pytest.raises(ConfigurationError, match=rf"accessible to others \(mode {mode:o}\); run `chmod 600"):
         read_secret(file)
 
 
@@ -48,7 +48,7 @@ def test_a_file_that_others_can_read_or_write_is_refused(tmp_path: Path, mode: i
 def test_a_file_of_another_user_is_refused(tmp_path: Path) -> None:
     file = write_secret(tmp_path / "secret")
     os.chown(file, 12345, -1)
-    with pytest.raises(ConfigurationError, match="must belong to the user who runs this"):
+    with pytest.raises(ConfigurationError, match="must belong to the current user"):
         read_secret(file)
 
 
@@ -58,7 +58,7 @@ def test_a_missing_or_short_secret_is_refused(tmp_path: Path) -> None:
     short = tmp_path / "short"
     short.write_bytes(b"abc\n")
     short.chmod(0o600)
-    with pytest.raises(ConfigurationError, match="holds 3 bytes, a secret needs 32"):
+    with pytest.raises(ConfigurationError, match="has 3 bytes, but a secret needs 32"):
         read_secret(short)
 
 

@@ -34,7 +34,7 @@ def test_ends_with_zero_when_all_ranks_do() -> None:
 def test_the_first_that_fails_ends_the_others_and_gives_its_code() -> None:
     state = RunState(3, grace_s=5.0)
     say, signals = state.on_exited(1, _FAILED, now=10.0)
-    assert say == Say("rank 1 exited with code 7; ending ranks 0, 2")
+    assert say == Say("rank 1 exited with code 7; stopping ranks 0, 2")
     assert signals == SignalRanks((0, 2), signal.SIGTERM)
     assert state.deadline == 15.0
     assert state.on_exited(0, int(signal.SIGTERM), now=11.0) == []
@@ -45,7 +45,7 @@ def test_the_first_that_fails_ends_the_others_and_gives_its_code() -> None:
 def test_a_rank_that_a_signal_killed_counts_as_failed() -> None:
     state = RunState(2, grace_s=5.0)
     say, _ = state.on_exited(0, _SEGFAULT, now=0.0)
-    assert say == Say("rank 0 was killed by SIGSEGV; ending rank 1")
+    assert say == Say("rank 0 was killed by SIGSEGV; stopping rank 1")
     assert state.exit_code == 128 + signal.SIGSEGV
 
 
@@ -60,7 +60,7 @@ def test_ranks_that_do_not_end_in_time_are_killed_once() -> None:
     state.on_exited(1, _FAILED, now=10.0)
     assert state.on_time(14.9) == []
     say, signals = state.on_time(15.0)
-    assert say == Say("killing ranks 0, 2: still there after 5 s")
+    assert say == Say("killing ranks 0, 2: still running after 5 s")
     assert signals == SignalRanks((0, 2), signal.SIGKILL)
     assert state.on_time(1000.0) == []
 
@@ -88,6 +88,7 @@ def test_the_environment_is_what_from_env_and_torch_look_for() -> None:
     found = make_environment(1, 4, "run1", 4711, 2, {"HOME": "/home/me", "TORCHELASTIC_RUN_ID": "outer"})
     here = detect(found)
     assert (here.rank, here.world_size, here.run_id, here.is_one_host) == (1, 4, "run1", True)
+    assert here.launcher == "gradwire run"
     expected = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "4711"}
     assert expected.items() <= found.items()
     assert (found["HOME"], found["OMP_NUM_THREADS"]) == ("/home/me", "2")

@@ -34,9 +34,9 @@ def test_ray_never_starts_an_actor_or_a_call_again() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"resources": {}}, "resources must say what each worker needs"),
-        ({"resources": {"CPU": 0}}, "resources must say"),
-        ({"resources": {"CPU": "2"}}, "resources must say"),
+        ({"resources": {}}, "resources must give the needs of each worker"),
+        ({"resources": {"CPU": 0}}, "resources must give"),
+        ({"resources": {"CPU": "2"}}, "resources must give"),
         ({"strategy": "spread"}, "strategy must be one of SPREAD, PACK, STRICT_SPREAD, STRICT_PACK"),
         ({"port_range": 4000}, r"port_range must be \(first, last\)"),
         ({"port_range": (5000, 4000)}, "first <= last"),
@@ -81,14 +81,16 @@ def test_the_end_of_an_actor_reads_as_one_line() -> None:
         "its worker process has died. Worker unexpectedly exits with a connection error code 2. End of file."
     )
     error._preempted = True
-    assert why_failed(error).startswith("its node is taken away (preempted): its worker")
+    assert why_failed(error).startswith("its node was preempted: its worker")
 
 
 def test_other_failures_keep_their_text_without_colours() -> None:
     error = ActorDiedError()
     error.error_msg = "\x1b[36mray::GradwireWorker()\x1b[39m ModuleNotFoundError: No module named 'gradwire'"
     text = why_failed(error)
-    assert text.startswith('gradwire is not installed there; install it, or pass runtime_env={"pip": ["gradwire"]}')
+    assert text.startswith(
+        'gradwire is not installed on that node; install it, or pass runtime_env={"pip": ["gradwire"]}'
+    )
     assert "\x1b" not in text
     assert why_failed(RuntimeEnvSetupError("no such package")).startswith("runtime_env could not be set up: ")
 

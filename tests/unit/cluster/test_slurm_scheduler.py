@@ -48,14 +48,14 @@ def test_options_of_sbatch_by_name() -> None:
         "gres": "gpu:a100:4",
     }
     for wrong in ("-C a100", "constraint=a100", "--", "--mem 4G", "--x=1\n#SBATCH --y"):
-        with pytest.raises(ConfigurationError, match="extra takes options of sbatch"):
+        with pytest.raises(ConfigurationError, match="extra takes sbatch options"):
             flags_of([wrong])
 
 
 @pytest.mark.parametrize(
     ("wrong", "problem"),
     [
-        ({"nodes": 0}, "nodes must be a whole number from 1"),
+        ({"nodes": 0}, "nodes must be an integer of at least 1"),
         ({"workers_per_node": True}, "workers_per_node must be"),
         ({"executor": "pbs"}, 'executor must be "slurm" or "local"'),
         ({"executor": "local", "nodes": 2}, "nodes must be 1"),
@@ -129,7 +129,7 @@ def test_without_slurm_the_error_names_the_local_executor(tmp_path: Path, monkey
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigurationError, match="others can write to"):
+    with pytest.raises(ConfigurationError, match="is writable by other users"):
         SlurmScheduler(SlurmOptions(nodes=1, workers_per_node=1, folder=tmp_path / "%j", executor="local"), 1.0)
 
 

@@ -219,7 +219,7 @@ def test_a_driver_that_does_not_answer_is_given_up() -> None:
     here = StatusSocket.open(wait)
     assert here is not None
     with here:
-        with pytest.raises(NoReport, match=r"no answer within 0\.05 s"):
+        with pytest.raises(NoReport, match=r"no response within 0\.05 s"):
             read_report(list_sockets()[0], 0.05)
         go_on.set()
 
@@ -231,7 +231,7 @@ def test_a_stopped_driver_that_many_have_asked_is_still_said_to_be_silent(runtim
         stopped.bind(str(path))
         stopped.listen(1)
         for _ in range(4):  # more than it keeps
-            with pytest.raises(NoReport, match=r"no answer within 0\.01 s"):
+            with pytest.raises(NoReport, match=r"no response within 0\.01 s"):
                 read_report(path, 0.01)
 
 

@@ -151,7 +151,7 @@ def test_processes_that_wait_learn_why_the_driver_gave_up() -> None:
     process = Process(store, 1, SharedSecret(b"s" * 32))
     driver.wait_hellos([1], soon())
     driver.give_up("rank 2 never arrived")
-    assert str(process.end()) == "the driver has given up: rank 2 never arrived"
+    assert str(process.end()) == "the driver aborted the start: rank 2 never arrived"
 
 
 def test_ranks_that_never_arrive_are_named() -> None:
@@ -175,7 +175,7 @@ def test_an_answer_that_never_comes_is_a_timeout() -> None:
     with pytest.raises(RendezvousFailed, match="did not make this process a worker in time"):
         exchange.serve(bytes, lambda: False, soon(0.1))
     driver.wait_hellos([1], soon())
-    with pytest.raises(TimeoutError, match=r"rank 1 \(pid \d+ on .*\) does not answer"):
+    with pytest.raises(TimeoutError, match=r"rank 1 \(pid \d+ on .*\) is not responding"):
         driver.exchange(1, b"?", soon(0.1))
 
 
@@ -183,15 +183,17 @@ def test_a_process_with_another_secret_is_refused() -> None:
     store = FakeStore()
     driver = DriverExchange(store, TOPIC, SharedSecret(b"s" * 32), "rank")
     process = Process(store, 1, SharedSecret(b"t" * 32))
-    with pytest.raises(AuthenticationFailed, match="a message of rank 1 cannot be trusted: it was signed with another"):
+    with pytest.raises(
+        AuthenticationFailed, match="a message from rank 1 cannot be trusted: it was signed with another"
+    ):
         driver.wait_hellos([1], soon())
     driver.give_up("refused")
-    assert "a message of the driver cannot be trusted" in str(process.end())
+    assert "a message from the driver cannot be trusted" in str(process.end())
 
 
 def test_certificates_of_another_authority_or_for_one_worker_are_refused(keys: Path) -> None:
     ours, theirs = CertificateAuth(keys_for(keys)), CertificateAuth(keys_for(keys.with_name("b")))
-    with pytest.raises(AuthenticationFailed, match="another authority signed"):
+    with pytest.raises(AuthenticationFailed, match="signed by another authority"):
         ours.verify(b"statement", theirs.sign(b"statement"))
     with pytest.raises(AuthenticationFailed, match="signature is not valid"):
         ours.verify(b"statement", ours.sign(b"another"))
@@ -224,7 +226,7 @@ def test_a_message_cannot_be_used_in_another_place(kind: str) -> None:
     driver = DriverExchange(again, TOPIC, secret, "rank")
     process = Process(again, 1, secret, deadline_s=3.0)
     if kind == "request":
-        assert "a message of the driver cannot be trusted" in str(process.end())
+        assert "a message from the driver cannot be trusted" in str(process.end())
         assert process.asked == []
         return
 
@@ -232,7 +234,7 @@ def test_a_message_cannot_be_used_in_another_place(kind: str) -> None:
         driver.wait_hellos([1], soon())
         driver.exchange(1, b"?", soon())
 
-    with pytest.raises(AuthenticationFailed, match=r"a message of rank 1 .*cannot be trusted"):
+    with pytest.raises(AuthenticationFailed, match=r"a message from rank 1 .*cannot be trusted"):
         meet_and_ask()
     driver.give_up("over")
     process.end()
@@ -243,7 +245,7 @@ def test_garbage_is_refused() -> None:
     driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
     for garbage in (b"\xff\x00garbage", msgspec.msgpack.encode((b"garbage", b""))):
         store.set(f"{store.values['round'].decode()}.1.hello", garbage)
-        with pytest.raises(AuthenticationFailed, match="not a message of gradwire"):
+        with pytest.raises(AuthenticationFailed, match="not a gradwire message"):
             driver.wait_hellos([1], soon())
 
 
@@ -255,7 +257,7 @@ def test_a_process_on_this_machine_is_watched_and_can_be_ended() -> None:
         process = ExchangeProcess(driver, 1, hello, "a place")
         assert process.end_reason() is None
         process.kill()
-        wait_until(lambda: process.end_reason() == f"its process {child.pid} ended")
+        wait_until(lambda: process.end_reason() == f"its process {child.pid} exited")
         child.wait(10)
         process.kill()
     process.close()
@@ -272,7 +274,7 @@ def test_a_process_that_ends_without_an_answer_is_not_waited_for() -> None:
         exchange.serve(bytes, lambda: False, time.monotonic())
     hello = msgspec.structs.replace(driver.wait_hellos([1], soon())[1], pid=child.pid)
     process = ExchangeProcess(driver, 1, hello, "a place")
-    with pytest.raises(WorkerStartFailed, match=f"a place could not become a worker: its process {child.pid} ended"):
+    with pytest.raises(WorkerStartFailed, match=f"a place could not become a worker: its process {child.pid} exited"):
         process.exchange(b"?", soon())
 
 
@@ -290,6 +292,8 @@ def test_two_processes_with_one_number_are_told() -> None:
     driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
     first = Process(store, 1, NoAuth())
     driver.wait_hellos([1], soon())
-    assert "another process has arrived as number 1 at memory" in str(Process(store, 1, NoAuth(), deadline_s=0.1).end())
+    assert "another process with number 1 has arrived at memory" in str(
+        Process(store, 1, NoAuth(), deadline_s=0.1).end()
+    )
     driver.exchange(1, b"stop", soon())
     assert first.end() is None

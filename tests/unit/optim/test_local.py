@@ -23,7 +23,7 @@ def test_what_is_too_old_is_refused() -> None:
     for step in range(3):
         memory.add(step, step)
     assert memory.find(2) == 2
-    with pytest.raises(OptimizerError, match="step 0 was asked for so long ago"):
+    with pytest.raises(OptimizerError, match="step 0 is too old"):
         memory.find(0)
 
 

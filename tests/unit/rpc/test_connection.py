@@ -157,13 +157,15 @@ def test_caller_that_gives_up_connecting_is_not_taken_for_dead(
         assert caught.value.phase == "connect"
         assert num_held == 1
         go_on.set()
-        wait_until(lambda: "connecting was given up" in caplog.text or "in the wrong place" in caplog.text, 20.0)
+        wait_until(lambda: "the connection attempt was abandoned" in caplog.text or "out of order" in caplog.text, 20.0)
     assert a.call("b", operator.add, (1, 2)) == 3
     assert b.call("a", operator.add, (1, 2)) == 3
     assert lost == []
 
 
-@pytest.mark.parametrize(("reason", "is_end"), [("shutdown", True), ("it cannot read what came", False), (None, True)])
+@pytest.mark.parametrize(
+    ("reason", "is_end"), [("shutdown", True), ("it cannot read the received data", False), (None, True)]
+)
 def test_only_some_ends_of_a_connection_are_the_end_of_its_worker(
     make_agents: MakeAgents, reason: str | None, is_end: bool
 ) -> None:

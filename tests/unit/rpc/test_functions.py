@@ -44,7 +44,7 @@ def test_or_under_another() -> None:
 def test_a_name_belongs_to_one_function() -> None:
     expose(double, name="taken")
     expose(double, name="taken")
-    with pytest.raises(ConfigurationError, match="another function is exposed as 'taken'"):
+    with pytest.raises(ConfigurationError, match="another function is already exposed as 'taken'"):
         expose(answer_later, name="taken")
     assert exposed_function("taken") is double
 

@@ -63,6 +63,6 @@ def test_device_maps_are_checked_and_kept() -> None:
     assert chosen.devices == [torch.device("cuda:1")]
     chosen.set_device_map("w1", {"cuda:0": "cuda:2"})
     assert len(chosen.device_maps["w1"]) == 2
-    with pytest.raises(ConfigurationError, match="two devices to one"):
+    with pytest.raises(ConfigurationError, match="two devices to the same device"):
         chosen.set_device_map("w1", {"cuda:3": "cuda:2"})
     assert len(chosen.device_maps["w1"]) == 2

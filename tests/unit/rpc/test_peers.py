@@ -6,9 +6,10 @@ import operator
 import threading
 
 import pytest
+import torch
 
 from conftest import MakeAgents
-from gradwire.errors import IdentityTaken, UnknownWorker
+from gradwire.errors import IdentityTaken, ResourceExhausted, UnknownWorker
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Connection
 from gradwire.rpc.peers import Membership, StaticDirectory
@@ -178,8 +179,23 @@ def test_only_a_newer_incarnation_replaces() -> None:
 @pytest.mark.parametrize(("name", "rank"), [("z", 0), ("a", 1), ("a", 7), ("b", 0)])
 def test_names_and_ranks_stay_together(name: str, rank: int) -> None:
     directory = StaticDirectory([make_address("a", 0), make_address("b", 1)])
-    with pytest.raises(IdentityTaken, match=f"{name} of rank {rank}; every rank needs a name of its own"):
+    with pytest.raises(IdentityTaken, match=f"{name} with rank {rank}; give every worker its own name"):
         directory.update(make_address(name, rank, incarnation=9))
     assert directory.find(0) == directory.find("a") == make_address("a", 0)
     assert directory.find(1) == directory.find("b") == make_address("b", 1)
     assert len(directory.infos()) == 2
+
+
+def test_a_process_without_descriptors_does_not_take_the_other_worker_for_lost(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = make_agents(2)
+
+    def fail(uri: str, deadline: float) -> None:
+        raise ResourceExhausted("cannot open a connection: too many open files; raise the limit (ulimit -n)")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.transports["unix"], "connect", fail)
+        with pytest.raises(ResourceExhausted, match="ulimit -n"):
+            first.call("b", torch.neg, (torch.ones(1),))
+    assert first.call("b", torch.neg, (torch.ones(1),)).item() == -1

@@ -345,7 +345,7 @@ def test_an_end_that_comes_late_leaves_the_next_owner_of_the_descriptor_alone(
     setting.here.close()
     os.dup2(read_end, number)
     reactor.add(number, seen.set, armed=True)
-    setting.reader.end(ConnectionClosed("a message was cut off"))
+    setting.reader.end(ConnectionClosed("a message was interrupted while being sent"))
     os.write(write_end, b"x")
     assert seen.wait(10)
     reactor.remove(number)

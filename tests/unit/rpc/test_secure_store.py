@@ -40,7 +40,7 @@ def test_all_get_one_token() -> None:
 def test_a_worker_cannot_publish_for_another(name: str, rank: int) -> None:
     entries = Entries()
     entries.handle(publish("w1", 1), W1)
-    with pytest.raises(AuthenticationFailed, match=f"worker '{name}' showed a certificate for"):
+    with pytest.raises(AuthenticationFailed, match=f"worker '{name}' presented a certificate for"):
         entries.handle(publish(name, rank), W2)
     assert entries.handle(ListNames(0), W2) == ["w1"]
 
@@ -49,7 +49,7 @@ def test_a_worker_cannot_publish_for_another(name: str, rank: int) -> None:
 def test_a_rank_and_a_name_belong_to_each_other_for_good(name: str, rank: int, certified: frozenset[str]) -> None:
     entries, first = Entries(), publish("w1", 1)
     entries.handle(first, W1)
-    with pytest.raises(IdentityTaken, match="w1 of rank 1"):
+    with pytest.raises(IdentityTaken, match="w1 with rank 1"):
         entries.handle(publish(name, rank), certified)
     assert entries.handle(Find(1), W2) == first.address
 
@@ -122,5 +122,5 @@ def test_a_note_is_harmless_to_print_and_has_an_age() -> None:
     ],
 )
 def test_requests_are_checked_before_anything_is_done_with_them(body: bytes) -> None:
-    with pytest.raises(DecodeError, match="not a message of a meeting point"):
+    with pytest.raises(DecodeError, match="not a valid message for a meeting point"):
         secure_store._read(secure_store._requests, body)

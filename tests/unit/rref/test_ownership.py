@@ -154,7 +154,7 @@ def test_one_that_is_struck_off_hears_of_it_and_breaks_its_fork() -> None:
     user.received(RREF, FORK, A, A)
     broken, deleted = user.confirmed(FORK, A, is_known=False)
     assert isinstance(broken, Break)
-    assert "took it for dead" in broken.reason
+    assert "declared it lost" in broken.reason
     assert deleted == Delete(A, RREF, FORK, False)
 
 

@@ -129,7 +129,7 @@ def test_a_worker_that_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyP
     for _ in range(4):
         outbox.put(Confirm(B, 9, False))
     outbox.take()
-    with pytest.raises(DecodeError, match="worker 1 does not take the answers"):
+    with pytest.raises(DecodeError, match="worker 1 does not read the replies"):
         outbox.arrived(Batch(B, A, 1))
     outbox.arrived(Batch(B, A, 0, 1))
     assert outbox.arrived(Batch(B, A, 1))

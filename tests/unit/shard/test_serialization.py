@@ -61,15 +61,15 @@ FIELDS = [GOOD, "the part", False, None, False]
     [
         (1, None, "a list of references"),
         (1, ["x"], "a list of references"),
-        (1, [], "1 references are needed"),
-        (0, ([7, 5], [([0, 0], [7, 5], "b/cpu")], *GOOD[2:]), "to a value on the worker that has it"),
-        (0, ([5, 7], [([0, 0], [5, 7], "a/cpu")], *GOOD[2:]), "leads to another value"),
-        (0, (*GOOD[:2], torch.float64, *GOOD[3:]), "leads to another value"),
+        (1, [], "expected 1 references"),
+        (0, ([7, 5], [([0, 0], [7, 5], "b/cpu")], *GOOD[2:]), "owned by the worker of the shard"),
+        (0, ([5, 7], [([0, 0], [5, 7], "a/cpu")], *GOOD[2:]), "refers to another value"),
+        (0, (*GOOD[:2], torch.float64, *GOOD[3:]), "refers to another value"),
         (0, (*GOOD[:5], [2, ["a/cpu"]]), "dimension 2 of a tensor of 2 dimensions"),
         (0, ([1] * 65, [([0] * 65, [1] * 65, "a/cpu")], *GOOD[2:]), "at most 64 dimensions"),
         (0, ([7, 5], [([0, 0], [0, 0], "a/cpu")] * 5000, *GOOD[2:]), "at most 4096 shards"),
-        (3, [-1, 5], "cannot be the size of a tensor"),
-        (3, [1] * 65, "cannot be the size of a tensor"),
+        (3, [-1, 5], "is not a valid tensor size"),
+        (3, [1] * 65, "is not a valid tensor size"),
     ],
 )
 def test_parts_that_are_not_those_of_the_tensor_are_refused(

@@ -117,7 +117,7 @@ def test_an_expired_authority_is_not_used(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(certificates, "_now", years_ago)
     make_keys(tmp_path, days=1)
     monkeypatch.undo()
-    with pytest.raises(ConfigurationError, match=r"ca\.pem expired .* new folder"):
+    with pytest.raises(ConfigurationError, match=r"ca\.pem expired .* empty folder"):
         make_keys(tmp_path)
 
 
@@ -336,15 +336,15 @@ def test_sealed_secret_opens_with_its_key_and_context_alone() -> None:
     flipped = sealed[:-1] + bytes([sealed[-1] ^ 1])
     attempts = [(other, sealed, b"worker1"), (key, sealed, b"worker2"), (key, flipped, b"worker1"), (key, b"", b"")]
     for wrong_key, wrong_sealed, context in attempts:
-        with pytest.raises(AuthenticationFailed, match="not sealed for the key of this process"):
+        with pytest.raises(AuthenticationFailed, match="not sealed for this process's key"):
             wrong_key.open(wrong_sealed, context)
 
 
 def test_private_keys_do_not_travel() -> None:
     for secret in (certificates.ProcessKey(), certificates.Authority()):
-        with pytest.raises(TypeError, match="stays in its process"):
+        with pytest.raises(TypeError, match="must not leave its process"):
             pickle.dumps(secret)
-        with pytest.raises(TypeError, match="stays in its process"):
+        with pytest.raises(TypeError, match="must not leave its process"):
             copy.copy(secret)
 
 

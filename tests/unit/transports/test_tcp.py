@@ -188,7 +188,7 @@ def test_a_client_without_a_certificate_is_refused(keys: TlsKeys) -> None:
 
 def test_a_listener_without_tls_is_refused(keys: TlsKeys) -> None:
     listener = make_transport().listen("w")
-    with pytest.raises(AuthenticationFailed, match="without TLS"):
+    with pytest.raises(AuthenticationFailed, match="does not use TLS"):
         make_transport(keys).connect(listener.uri, soon())
     near = make_transport(keys).connect(f"{listener.uri}?tls", soon())
     far = accept(listener)

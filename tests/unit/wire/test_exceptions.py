@@ -12,9 +12,10 @@ import torch
 
 from gradwire import errors
 from gradwire.config import Limits
+from gradwire.errors import RemoteTraceback
 from gradwire.types import Trust
 from gradwire.wire import serialization
-from gradwire.wire.exceptions import MAX_CHAIN, RemoteTraceback, clean, describe_exception, rebuild_exception
+from gradwire.wire.exceptions import MAX_CHAIN, clean, describe_exception, rebuild_exception
 from gradwire.wire.framing import FrameDecoder, encode
 from gradwire.wire.messages import ErrorInfo, Failure
 
@@ -98,7 +99,7 @@ def test_traceback_and_worker_are_the_cause() -> None:
     assert isinstance(arrived.__cause__, RemoteTraceback)
     assert arrived.__cause__.worker == "trainer"
     printed = "".join(traceback.format_exception(arrived))
-    assert "on worker 'trainer':" in printed
+    assert "gradwire.errors.RemoteTraceback: Remote traceback of worker 'trainer':" in printed
     assert "in raised" in printed
     assert printed.endswith("ValueError: bad value\n")
 
@@ -166,7 +167,7 @@ def test_every_hop_is_shown() -> None:
     assert isinstance(second, RemoteTraceback)
     assert (first.worker, second.worker) == ("b", "c")
     printed = "".join(traceback.format_exception(at_a))
-    assert printed.index("on worker 'c':") < printed.index("on worker 'b':")
+    assert printed.index("of worker 'c':") < printed.index("of worker 'b':")
 
 
 def test_causes_and_contexts_travel_up_to_a_depth() -> None:
@@ -197,6 +198,14 @@ def test_context_is_used_unless_suppressed() -> None:
     assert cause.type_name == "builtins:KeyError"
     exc.__suppress_context__ = True
     assert describe_exception(exc, "w", LIMITS).cause is None
+
+
+def test_a_peer_cannot_make_a_traceback_that_carries_another_error() -> None:
+    forged = RemoteTraceback("w", "text")
+    forged.info = "not an error"
+    arrived = round_trip(forged, "code")
+    assert type(arrived) is errors.RemoteCallFailed
+    assert describe_exception(forged, "w", LIMITS).type_name == "gradwire.errors:RemoteTraceback"
 
 
 def test_circular_chain_ends() -> None:
@@ -252,7 +261,7 @@ def test_long_texts_lose_their_middle(text: str) -> None:
     info = describe_exception(raised(ValueError(text)), "w", LIMITS)
     total = len(info.message.encode()) + len(info.traceback.encode()) + len(info.details)
     assert total <= LIMITS.error_text_bytes
-    assert "characters cut" in info.message
+    assert "characters omitted" in info.message
     assert info.traceback.startswith("Traceback")
     assert type(rebuild_exception(over_the_wire(info), "data")) is ValueError
 

@@ -6,6 +6,7 @@ import collections
 import functools
 import operator
 import threading
+import traceback
 from typing import Any, NamedTuple
 
 import pytest
@@ -83,9 +84,9 @@ def test_cycles_and_depth_are_refused_on_both_sides() -> None:
         deep = [deep]
     packed = serialization.pack(deep, "data", LIMITS)
     assert round_trip(deep) == deep
-    with pytest.raises(CannotSend, match="deeper"):
+    with pytest.raises(CannotSend, match="deep"):
         serialization.pack([deep], "data", LIMITS)
-    with pytest.raises(LimitExceeded, match="deeper"):
+    with pytest.raises(LimitExceeded, match="deep"):
         serialization.unpack(packed.codec, packed.body, [], "data", Limits(depth=LIMITS.depth - 1))
 
 
@@ -145,3 +146,19 @@ def test_code_trust_pickles_what_is_not_plain(value: Any) -> None:
     assert round_trip(((value,), {}), "code") == ((value,), {})
     with pytest.raises(DecodeError, match="pickle"):
         serialization.unpack(packed.codec, packed.body, packed.tensors, "data", LIMITS)
+
+
+class FailsToReduce:
+    def __reduce__(self) -> Any:
+        raise LookupError("no such part")
+
+
+def test_a_refusal_shows_the_traceback_of_user_code_and_no_other() -> None:
+    with pytest.raises(CannotSend) as caught:
+        serialization.pack([threading.Lock()], "code", LIMITS)
+    assert "Traceback" not in "".join(traceback.format_exception(caught.value)).removeprefix("Traceback")
+    with pytest.raises(CannotSend) as caught:
+        serialization.pack([FailsToReduce()], "code", LIMITS)
+    cause = caught.value.__cause__
+    assert isinstance(cause, LookupError)
+    assert cause.__context__ is None

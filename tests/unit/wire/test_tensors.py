@@ -208,7 +208,7 @@ class Labelled(torch.Tensor):
 def refused_tensors() -> list[tuple[str, torch.Tensor]]:
     return [
         ("nested", torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])),
-        ("quantised", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
+        ("quantized", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)),
         ("uint4", torch.empty(2, dtype=torch.uint4)),
         ("_mkldnn", torch.ones(2, 2).to_mkldnn()),
         ("Labelled", torch.ones(2).as_subclass(Labelled)),
@@ -219,7 +219,7 @@ def refused_tensors() -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
 @pytest.mark.parametrize(
-    "reason", ["nested", "quantised", "uint4", "_mkldnn", "Labelled", "65 dims", "parts are unknown"]
+    "reason", ["nested", "quantized", "uint4", "_mkldnn", "Labelled", "65 dims", "parts are unknown"]
 )
 def test_refused_with_the_reason(reason: str) -> None:
     (tensor,) = [value for name, value in refused_tensors() if reason in name]

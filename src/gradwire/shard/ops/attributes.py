@@ -1,4 +1,4 @@
-"""What a sharded tensor is: its attributes, its gradient, its one element if it has but one."""
+"""Attributes, gradients and conversions to Python numbers of sharded tensors."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _grad_fn(func: Any, tensor: ShardedTensor) -> Any:
 
 @implements(_T.__format__)
 def _format(func: Any, tensor: ShardedTensor, wanted: str) -> str:
-    # In an f-string: the same as printed; with a format, the one element.
+    # In an f-string: the repr; with a format, its single element.
     return format(_item(_T.item, tensor), wanted) if wanted else repr(tensor)
 
 
@@ -88,7 +88,7 @@ def _new(func: Any, tensor: ShardedTensor, *args: Any, **kwargs: Any) -> torch.T
 
 @implements(_T.grad.__get__)
 def _grad(func: Any, tensor: ShardedTensor) -> ShardedTensor | None:
-    """Return the gradients of this rank's shards; None if they have none, and over RPC, where contexts have them."""
+    """Return the gradients of this rank's shards; None if there are none, and over RPC, where they are in contexts."""
     parts = _parts_here(tensor)
     if parts is None or all(part.grad is None for part in parts):
         return None
@@ -115,7 +115,7 @@ def _set_grad(func: Any, tensor: ShardedTensor, gradient: Any = None) -> None:
 def _retain_grad(func: Any, tensor: ShardedTensor) -> None:
     parts = _parts_here(tensor)
     if parts is None:
-        raise unsupported(func, "over RPC gradients are in contexts")
+        raise unsupported(func, "over RPC, gradients are kept in contexts")
     for part in parts:
         part.retain_grad()
 

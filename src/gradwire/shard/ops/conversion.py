@@ -54,7 +54,7 @@ def set_data(part: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
 
 @implements(torch.Tensor.__deepcopy__)
 def _deepcopy(func: Any, tensor: ShardedTensor, memo: dict[int, Any]) -> ShardedTensor:
-    """Make a leaf of its own, with the same layout; a parameter stays one."""
+    """Create a new leaf with the same layout; a parameter stays a parameter."""
     if id(tensor) in memo:
         found: ShardedTensor = memo[id(tensor)]
         return found
@@ -123,7 +123,7 @@ def _convert(
     memory_format: Any = None,
     process_group: Any = None,
 ) -> ShardedTensor:
-    """Return the tensor itself if nothing is to be changed."""
+    """Return the tensor itself if nothing changes."""
     target = None if device is None else torch.device(device)
     if target is not None and target.type == tensor.device.type and target.index in (None, tensor.device.index):
         target = None
@@ -143,7 +143,7 @@ def _convert(
 
 
 def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> None:
-    """Note in the metadata on which device the parts are, and whose they are."""
+    """Update the devices and places of the parts in the metadata."""
     own = device
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         own = torch.device("cuda", torch.cuda.current_device())
@@ -162,7 +162,7 @@ def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> Non
 @implements(*find_functions("empty_like full_like ones_like rand_like randint_like randn_like zeros_like", "torch"))
 @torch.no_grad()
 def _like(func: Callable[..., Any], input: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
-    """Make a new leaf of the same layout. Random ones draw where each part is."""
+    """Create a new leaf with the same layout. Random numbers are drawn on the process of each part."""
     kwargs = {name: value for name, value in kwargs.items() if value is not None}
     if kwargs.get("layout", torch.strided) != torch.strided:
         raise unsupported(func, "only strided tensors can be sharded")
@@ -193,7 +193,7 @@ def _could_be_same(input: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _are_all(flags: torch.Tensor) -> bool:
-    """Return whether all elements are True; outside of the process group, where there are none, they are."""
+    """Return whether all elements are True; outside of the process group, where there are none, return True."""
     assert isinstance(flags, ShardedTensor)  # as one of the operands was
     backend = flags._backend
     is_outside = isinstance(backend, GroupBackend) and not backend.is_member

@@ -71,7 +71,7 @@ def _ask(
 ) -> list[torch.Tensor]:
     """Ask all blocks; answers are as wide as the blocks unless a width is given."""
     rests = [[box.sizes[1] if width is None else width] for box in table._layout.boxes]
-    # Blocks of which nothing is wanted get a gradient of zero, too: all are stepped alike then.
+    # Blocks without requested rows get a gradient of zero, so that optimizers step all blocks in the same way.
     asks_all = needs_gradient(table)
     question = Question(function, requests, settings, along, rests, table._like, error, asks_all)
     return table._backend.ask(question, table._layout, table._parts)
@@ -98,7 +98,7 @@ class Bags:
     weights: torch.Tensor | None  # of the ids, if there are any
 
     def without(self, row: int | None) -> Bags:
-        """Return the bags without an id that does not count."""
+        """Return the bags without the padding id."""
         if row is None:
             return self
         kept = (self.ids != row).nonzero().view(-1)
@@ -178,12 +178,13 @@ def _read_bags(
         raise RuntimeError("include_last_offset: number of offsets should be at least 1")
     if starts.numel() and int(starts[0]) != 0:
         raise RuntimeError(
-            f"offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. However, "
-            f"got {int(starts[0])}"
+            f"offsets[0] has to be 0, i.e., the first sequence in the mini-batch has to start from position 0. "
+            f"However, got {int(starts[0])}"
         )
     if starts.numel() and int(starts[-1]) > input.size(0):
         raise RuntimeError(
-            f"offsets[-1] can not be greater than input's length {input.size(0)} but got offsets[-1] of {int(starts[-1])}"
+            f"offsets[-1] can not be greater than input's length {input.size(0)} but got offsets[-1] of "
+            f"{int(starts[-1])}"
         )
     if not include_last_offset:
         starts = torch.cat([starts, starts.new_tensor([input.size(0)])])
@@ -220,7 +221,7 @@ def _look_up(table: ShardedTensor, bags: Bags, setting: BagSetting, error: Excep
 
 
 def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
-    """Return ids, how many in each bag that has any, and weights; and which bags these are (None for all)."""
+    """Return ids, the number in each nonempty bag, and weights; and which bags these are (None for all)."""
     counts = torch.bincount(wanted.select(bags.bags), minlength=bags.number)
     present = counts.nonzero().view(-1)
     is_complete = present.numel() == bags.number
@@ -230,7 +231,7 @@ def _request(wanted: Wanted, bags: Bags) -> tuple[Request, torch.Tensor | None]:
 
 
 def answer_bags(part: torch.Tensor, request: Request, setting: BagSetting) -> torch.Tensor:
-    """Return what a block has of each bag: a sum, or the largest; for all participants in one lookup."""
+    """Return a block's contribution to each bag, a sum or a maximum, for all participants in one lookup."""
     ids, counts, *weights = request
     mode, scale_grad_by_freq, sparse = setting
     offsets = counts.cumsum(0, dtype=counts.dtype) - counts
@@ -247,7 +248,7 @@ def answer_bags(part: torch.Tensor, request: Request, setting: BagSetting) -> to
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Divides the gradient of each row by how often it was looked up; what torch does for bags counts other rows, too."""
+    """Divides the gradient of each row by how often it was looked up; torch's scaling for bags counts other rows, too."""
 
     @staticmethod
     def forward(ctx: Any, part: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -271,7 +272,7 @@ def _largest(
     rows: Sequence[torch.Tensor | None],
     columns: Sequence[slice],
 ) -> torch.Tensor:
-    """Return the largest of all answers, zero where there is none. Of equal ones the first block's has the gradient."""
+    """Return the maximum of all answers, zero where there is none. Of equal ones, the first block gets the gradient."""
     lowest = torch.full(size, -torch.inf, dtype=answers[0].dtype, device=answers[0].device)
     winners = torch.full(size, -1, dtype=torch.int64, device=lowest.device)
     everywhere = torch.arange(size[0], device=lowest.device)
@@ -290,7 +291,7 @@ def _largest(
 
 @dataclass(frozen=True)
 class Wanted:
-    """Those of a participant's ids that lie in some rows."""
+    """A participant's ids that lie in some rows."""
 
     ids: torch.Tensor  # counted from the first of these rows
     positions: torch.Tensor | None  # where they are among all; None if they are all of them
@@ -348,7 +349,7 @@ def assemble(
     columns: Sequence[slice],
     is_sum: bool,
 ) -> torch.Tensor:
-    """Put a matrix of the answers of all blocks together.
+    """Combine the answers of all blocks to a matrix.
 
     Each row of an answer goes to the row that `rows` tells; None is for all rows, in order. With `is_sum` answers for the
     same element add up; else each element is answered once.
@@ -358,7 +359,7 @@ def assemble(
 
 
 class _Assemble(torch.autograd.Function):
-    """Each answer gets the gradient of where it went."""
+    """Return for each answer the gradient of its place in the matrix."""
 
     @staticmethod
     def forward(ctx: Any, size: Any, rows: Any, columns: Any, is_sum: bool, *answers: torch.Tensor) -> torch.Tensor:
@@ -430,7 +431,7 @@ def scale_whole_rows(part: torch.Tensor, request: Request, setting: Sequence[flo
 
 
 def sum_powers(part: torch.Tensor, request: Request, norm_type: float) -> torch.Tensor:
-    """Return what a block contributes to the norms of rows."""
+    """Return a block's contribution to the norms of rows."""
     (ids,) = request
     rows = part.detach().index_select(0, ids).abs()
     if norm_type == float("inf"):
@@ -467,7 +468,7 @@ def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -
         raise problem
     for place, other in zip(backend.participants, gathered, strict=True):
         if other[0] == _FAILED:
-            raise RuntimeError(f"failed on rank {place}, whose error says why; no rank goes on")
+            raise RuntimeError(f"failed on rank {place}, which raises the cause; no rank continues")
         if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
             raise ValueError(
                 f"rows must have the same size on every rank: {list(rows.size()[1:])} on {backend.own_place}, "

@@ -62,7 +62,7 @@ def _addmm(
 
 @dataclass
 class _Blocks:
-    """Pairs of blocks that are at the same places, and what their products are."""
+    """Pairs of blocks at the same places, and the layout of their products."""
 
     backend: Backend
     lefts: list[Part]
@@ -129,12 +129,12 @@ def multiply(
     if left.dim() > 1:
         return found
     if isinstance(found, ShardedTensor):
-        raise unsupported(func, "the result would be divided, and a vector is not rows; pass x.unsqueeze(0)")
+        raise unsupported(func, "the result would be sharded by rows, and a vector has none; pass x.unsqueeze(0)")
     return found.squeeze(0)
 
 
 def _find_problem(func: Any, left: torch.Tensor, right: torch.Tensor) -> RuntimeError | None:
-    """Return why there is no product; if the left operand holds own rows, perhaps only here."""
+    """Return why there is no product; if the left operand holds a rank's own rows, this may differ between ranks."""
     if not 1 <= left.dim() <= MAX_DIMS:
         return unsupported(func, f"the left operand has {left.dim()} dimensions, not 1 to {MAX_DIMS}")
     if isinstance(left, ShardedTensor) and isinstance(right, ShardedTensor) and left._backend != right._backend:
@@ -154,7 +154,7 @@ def _length_and_width(left: torch.Tensor, right: torch.Tensor, is_transposed: bo
 
 
 def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool, batch: Layout | None) -> _Blocks:
-    """Bring what is needed of the left operand to where the right one is."""
+    """Move the needed blocks of the left operand to the places of the right one."""
     backend, layout = right._backend, right._layout
     along, across = (1, 0) if is_transposed else (0, 1)  # dimensions of the right operand
     length, width = _length_and_width(left, right, is_transposed)
@@ -164,7 +164,7 @@ def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool, bat
         rows = (sum(box.sizes[0] for box in batch.boxes), *batch.boxes[0].sizes[1:-1])
 
     def columns(dim: int) -> Layout:
-        """Return all rows, and of the last dimension what each block has along one of its own."""
+        """Return all rows, with the last dimension cut as each block is along one of its dimensions."""
         return layout.map(lambda box: Box.from_ranges([*((0, item) for item in rows), box.ranges[dim]]))
 
     if isinstance(left, ShardedTensor):
@@ -189,7 +189,7 @@ def _at_right(left: torch.Tensor, right: ShardedTensor, is_transposed: bool, bat
 
 
 def _is_divided_along(right: ShardedTensor, dim: int) -> bool:
-    """Return whether the spec means products to be parts of sums, also if there is only one place."""
+    """Return whether products are parts of sums according to the spec, even with a single place."""
     spec = right.sharding_spec()
     if right.size(dim) == 0:
         return True
@@ -203,11 +203,11 @@ def _with_width(layout: Layout, width: int) -> Layout:
 
 
 def _at_left(left: ShardedTensor, right: torch.Tensor, is_transposed: bool) -> _Blocks:
-    """Bring what is needed of a plain right operand to where the left one is."""
+    """Move the needed blocks of a plain right operand to the places of the left one."""
     length, width = _length_and_width(left, right, is_transposed)
 
     def facing(box: Box) -> Box:
-        """Return what a block of the left operand takes of the right one."""
+        """Return the box of the right operand that a block of the left one needs."""
         return Box.from_ranges([(0, width), box.ranges[-1]] if is_transposed else [box.ranges[-1], (0, width)])
 
     return _Blocks(
@@ -247,7 +247,7 @@ def _add_bias(func: Any, blocks: _Blocks, bias: torch.Tensor | None) -> torch.Te
 
 
 def _bias_parts(blocks: _Blocks, bias: torch.Tensor | None, layout: Layout) -> Sequence[Part | None]:
-    """Return what parts of a result need of the bias."""
+    """Return the part of the bias that each part of a result needs."""
     if bias is None:
         return [None] * len(blocks.backend.box_numbers(layout))
     needed = layout.map(lambda box: Box.from_ranges(box.ranges[-1:]))
@@ -266,7 +266,7 @@ def _bmm(func: Any, input: torch.Tensor, mat2: torch.Tensor) -> ShardedTensor:
     is_input = _is_whole(input, 2)
     leader, other = (input, mat2) if is_input else (mat2, input)
     if not isinstance(leader, ShardedTensor) or not (is_input or _is_whole(mat2, 1)):
-        raise unsupported(func, "it is cut along the dimension that is summed over; redistribute() it first")
+        raise unsupported(func, "it is sharded along the dimension that is summed over; redistribute() it first")
     check_same_group(func, leader, other)
     backend, layout = leader._backend, leader._layout
     changed = 2 if is_input else 1  # along this dimension a product has all, as the other operand has along both

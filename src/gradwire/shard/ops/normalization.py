@@ -24,7 +24,7 @@ _T: Any = torch.Tensor
 @implements(torch.softmax, _T.softmax, torch.log_softmax, _T.log_softmax)
 def _softmax(func: Any, input: Any, dim: int | None = None, dtype: torch.dtype | None = None) -> ShardedTensor:
     if dim is None:
-        raise unsupported(func, "say along which dimension (dim=)")
+        raise unsupported(func, "pass the dimension (dim=)")
     (dim,) = dims_of(input, dim)
     is_log = func.__name__ == "log_softmax"
     if input._layout.is_whole_along(dim, input.size(dim)):
@@ -33,7 +33,7 @@ def _softmax(func: Any, input: Any, dim: int | None = None, dtype: torch.dtype |
         return derive(input, input._layout, parts, input.size(), expected)
     tensor = input if dtype is None else input.to(dtype)
     softmax_part(probe(tensor, 2), dim, None, is_log)  # integers have none
-    # The largest element of each row is taken off first, so that no exponential is too large.
+    # The largest element of each row is subtracted first, so that no exponential overflows.
     shifted = tensor - tensor.detach().amax(dim, keepdim=True)
     powers = shifted.exp()
     total = powers.sum(dim, keepdim=True)
@@ -80,9 +80,11 @@ def _norm_rows(
             f"Given normalized_shape={shape}, expected input with shape [*, {str(shape)[1:]}, got {tensor}"
         )
     if len(shape) < tensor.dim() and not is_whole(tensor, range(tensor.dim() - len(shape), tensor.dim())):
-        raise unsupported(func, f"the last {len(shape)} dimensions are divided; redistribute() so that they are whole")
+        raise unsupported(
+            func, f"the last {len(shape)} dimensions are sharded; redistribute() it along another dimension first"
+        )
     if len(shape) == tensor.dim():
-        raise unsupported(func, "all dimensions are normalized, and the tensor is divided along one of them")
+        raise unsupported(func, "all dimensions are normalized, and the tensor is sharded along one of them")
     small = [min(2, length) for length in shape]
     expected = func(probe(tensor, 2), small, *(probe(weight, 2) for weight in weights), eps=eps)
     layout, size = tensor._layout, tensor.size()
@@ -94,7 +96,7 @@ def _norm_rows(
 def norm_part(
     part: torch.Tensor, *weights: torch.Tensor | None, name: str, shape: list[int], eps: float | None
 ) -> torch.Tensor:
-    """Normalize a part. Also an empty one depends on the weights: all ranks meet in backward."""
+    """Normalize a part. An empty one depends on the weights, too: all ranks take part in backward."""
     if part.numel():
         found: torch.Tensor = getattr(functional, name)(part, shape, *weights, eps=eps)
         return found

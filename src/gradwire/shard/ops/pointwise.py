@@ -53,12 +53,12 @@ class PointwiseCall:
         sharded = [item for item in self.operands if isinstance(item, ShardedTensor)]
         for item in values:
             if isinstance(item, list | tuple) and any(isinstance(element, torch.Tensor) for element in item):
-                raise unsupported(func, "it takes no lists of tensors")
+                raise unsupported(func, "lists of tensors are not supported")
         check_same_group(func, *sharded)
-        # Of tensors without elements: tells the dtype and whether there is a gradient, and raises what parts would raise.
+        # With empty tensors: gives the dtype and whether there is a gradient, and raises the errors that parts would raise.
         self.result = func(*map(probe, args), **{name: probe(item) for name, item in kwargs.items()})
         self.size = torch.Size(broadcast(*map(size_of, self.operands)))
-        # The result is divided as the leader is.
+        # The result is sharded like the leader.
         same = [item for item in sharded if size_of(item) == self.size]
         self.leader = same[0] if same else max(sharded, key=lambda item: size_of(item).numel())
 
@@ -74,7 +74,7 @@ class PointwiseCall:
 
 
 def check_same_group(func: Any, *operands: Any) -> None:
-    """Check that all sharded operands can meet."""
+    """Check that all sharded operands are in the same group."""
     sharded = [item for item in operands if isinstance(item, ShardedTensor)]
     if any(item._backend != sharded[0]._backend for item in sharded[1:]):
         raise unsupported(func, "All distributed tensors should use the same ProcessGroup if used together in an op")
@@ -102,7 +102,7 @@ def probe(value: Any, longest: int = 0) -> Any:
 
 
 def align(value: Any, leader: ShardedTensor, layout: Layout, size: Sequence[int]) -> list[Any]:
-    """Return an operand as a column: what each part of a result of that layout and size needs of it."""
+    """Return an operand as a column: its share for each part of a result of that layout and size."""
     if isinstance(value, torch.Tensor):
         return take_parts(leader._backend, value, restrict(layout, size, size_of(value)))
     return [value] * len(leader._backend.box_numbers(layout))
@@ -116,14 +116,14 @@ def take_parts(backend: Any, value: torch.Tensor, layout: Layout) -> list[Any]:
 
 
 def needs_gradient(*operands: Any) -> bool:
-    """Return whether what is made of these operands has a gradient."""
+    """Return whether a result of these operands requires grad."""
     return torch.is_grad_enabled() and any(isinstance(item, torch.Tensor) and item.requires_grad for item in operands)
 
 
 def derive(
     leader: ShardedTensor, layout: Layout, parts: Sequence[Part], size: Sequence[int], result: torch.Tensor
 ) -> ShardedTensor:
-    """Make a tensor of parts that were made of sharded tensors; `result` tells its dtype and whether it has a gradient."""
+    """Create a tensor from computed parts; `result` gives its dtype and whether it requires grad."""
     if layout is leader._layout:
         made = leader._with_parts(parts, result.dtype)
         note_gradient(made, result.requires_grad, not result.requires_grad)
@@ -132,7 +132,7 @@ def derive(
 
 
 def note_gradient(tensor: ShardedTensor, requires_grad: bool, is_leaf: bool) -> None:
-    """Note whether parts have a gradient, and whether they are leaves, which references do not tell."""
+    """Note whether parts require grad and are leaves, which references do not show."""
     metadata = tensor._metadata
     properties = replace(metadata.tensor_properties, requires_grad=requires_grad)
     tensor._metadata = replace(metadata, tensor_properties=properties)
@@ -156,7 +156,7 @@ def pointwise(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def pointwise_in_place(func: Callable[..., Any], *args: Any, **kwargs: Any) -> ShardedTensor:
-    """Implement a function that changes its first argument. It is done everywhere when this returns."""
+    """Implement a function that changes its first argument. It has finished on all places when this returns."""
     tensor = args[0] if args else None
     if not isinstance(tensor, ShardedTensor):
         raise unsupported(func, "it would change a plain tensor; use full_tensor()")

@@ -24,7 +24,7 @@ _T: Any = torch.Tensor
 
 
 def dims_of(tensor: torch.Tensor, dim: Any) -> list[int]:
-    """Return the dimensions that the argument `dim` of a reduction means: all of them if it is None."""
+    """Return the dimensions for the argument `dim` of a reduction: all of them for None."""
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(tensor.dim()))
     named = dim if isinstance(dim, list | tuple) else [dim]
@@ -32,12 +32,12 @@ def dims_of(tensor: torch.Tensor, dim: Any) -> list[int]:
 
 
 def is_whole(tensor: ShardedTensor, dims: Sequence[int]) -> bool:
-    """Return whether no part is cut along these dimensions, and others are left."""
+    """Return whether no part is sharded along these dimensions, and others are left."""
     return len(dims) < tensor.dim() and all(tensor._layout.is_whole_along(dim, tensor.size(dim)) for dim in dims)
 
 
 def made_whole(tensor: ShardedTensor, dims: Sequence[int]) -> ShardedTensor | None:
-    """Return the tensor, divided so that these dimensions are whole; None if there is no other to divide it along."""
+    """Return the tensor, resharded so that these dimensions are whole; None if there is no other dimension."""
     if is_whole(tensor, dims):
         return tensor
     kept = [dim for dim in range(tensor.dim()) if dim not in dims]
@@ -91,7 +91,7 @@ def reduce_part(
     options: dict[str, Any],
     is_stacked: bool,
 ) -> torch.Tensor:
-    """Reduce one part: to nothing if it is empty, but even that has its place in the graph."""
+    """Reduce one part; an empty one gives an empty result, which is still part of the graph."""
     if not is_empty:
         found = reduce_dense(name, part, dims, keepdim, **options)
         return found.unsqueeze(0) if is_stacked else found
@@ -115,7 +115,7 @@ class Reduction:
     options: dict[str, Any] = field(default_factory=dict)
 
     def outline(self) -> torch.Tensor:
-        """Reduce a small tensor of the same kind: tells dtype and need of a gradient, and raises what parts would raise."""
+        """Reduce a small tensor of the same kind, for its dtype, `requires_grad` and the errors that parts would raise."""
         harmless = {"correction": 0} if "correction" in self.options else {}  # so few elements would give a warning
         return reduce_dense(self.name, probe(self.tensor, 2), self.dims, True, **{**self.options, **harmless})
 
@@ -128,12 +128,12 @@ class Reduction:
         return from_layout(tensor._backend, layout, self._run(self.keepdim), size, like, expected.requires_grad, tensor)
 
     def add_up(self) -> torch.Tensor:
-        """Return the sum of what the reduction gives for each part: a plain tensor."""
+        """Return the sum of the parts' reductions, as a plain tensor."""
         layout, like = reduce(self.tensor._layout, self.dims), self.tensor._like.to(self.outline().dtype)
         return self._finish(self.tensor._backend.replicate(self._run(), layout, self._size(), like, is_sum=True))
 
     def combine(self, neutral: Any) -> torch.Tensor:
-        """Return the reduction of what it gives for each part: a plain tensor; `neutral` stands for empty parts."""
+        """Return the reduction of the parts' reductions, as a plain tensor; `neutral` is used for empty parts."""
         layout = stack(reduce(self.tensor._layout, self.dims))
         like = self.tensor._like.to(self.outline().dtype)
         size = (len(layout.boxes), *self._size())
@@ -145,7 +145,7 @@ class Reduction:
         return self._finish(reduce_dense(self.name, filled, [0], False, **self.options))
 
     def share_gradient(self, extreme: torch.Tensor) -> torch.Tensor:
-        """Give a gradient to the largest or smallest elements; those that are equal share it, wherever they are."""
+        """Give a gradient to the largest or smallest elements; equal ones share it, on all places."""
         tensor, dims, size = self.tensor, self.dims, extreme.size()
         backend, layout = tensor._backend, reduce(tensor._layout, dims)
         column = align(extreme, tensor, tensor._layout, tensor.size())
@@ -176,7 +176,7 @@ def count_equal(part: torch.Tensor, extreme: torch.Tensor, dims: list[int]) -> t
 
 
 def zeros_of_equal(part: torch.Tensor, extreme: torch.Tensor, number: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """Make zeros through which elements that are equal to the extreme ones get their shares of the gradient."""
+    """Return zeros through which elements equal to the extreme ones get their shares of the gradient."""
     found: torch.Tensor = _Zeros.apply(part, (part == extreme).to(part.dtype) / number, dims)  # type: ignore[no-untyped-call]
     return found if part.numel() else _emptied(found)
 
@@ -340,7 +340,7 @@ def _loss(func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if reduction not in ("none", "mean", "sum", "batchmean"):
         raise ValueError(f"{reduction} is not a valid value for reduction")
     if given.pop("size_average", None) is not None or given.pop("reduce", None) is not None:
-        raise unsupported(func, "size_average and reduce are old names; use reduction=")
+        raise unsupported(func, "size_average and reduce are deprecated; use reduction=")
     values = pointwise(func, given.pop("input"), given.pop("target"), **{**given, "reduction": "none"})
     if reduction == "none":
         return values

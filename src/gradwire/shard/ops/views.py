@@ -1,4 +1,4 @@
-"""Parts of sharded tensors and other shapes of them: every shard gives what it has of the result, and nothing is moved.
+"""Slices, splits and reshapes of sharded tensors: every shard contributes its part of the result, and nothing is moved.
 
 A part of a tensor (`narrow`, `chunk`, `split`) takes from every shard what they have in common, which may be nothing. For
 another shape (`view`, `reshape`) dimensions are taken in groups that hold the same elements before and after:
@@ -68,7 +68,7 @@ def _split(
 
 
 def _take(tensor: ShardedTensor, dim: int, start: int, length: int) -> ShardedTensor:
-    """Return what lies between two positions along a dimension."""
+    """Return a slice between two positions along a dimension."""
     backend, layout = tensor._backend, tensor._layout
     boxes, ranges = [], []
     for box in layout.boxes:
@@ -94,7 +94,7 @@ def _view(func: Any, input: ShardedTensor, *shape: Any, **named: Any) -> Sharded
     if len(lengths) == 1 and isinstance(lengths[0], list | tuple):
         lengths = list(lengths[0])
     if not all(type(item) is int for item in lengths):
-        raise unsupported(func, "it takes the lengths of the new dimensions")
+        raise unsupported(func, "pass the sizes of the new dimensions")
     return _reshape(func, input, _fill_in(lengths, input.numel()))
 
 
@@ -151,8 +151,8 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
     if any(box is None for box in boxes):
         raise unsupported(
             func,
-            f"the shards of a tensor of size {old}, divided by {tensor._sharding_spec}, are not boxes of one of size {new}; "
-            "redistribute() it along another dimension first",
+            f"the shards of a tensor of size {old} with {tensor._sharding_spec} are not contiguous boxes of size "
+            f"{new}; redistribute() it along another dimension first",
         )
     layout = Layout(tuple(box for box in boxes if box is not None), tensor._layout.places)
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
@@ -167,14 +167,14 @@ def _reshape(func: Any, tensor: ShardedTensor, size: Sizes) -> ShardedTensor:
 
 
 def derive_view(tensor: ShardedTensor, layout: Layout, parts: Sequence[Any], size: Sizes) -> ShardedTensor:
-    """Make a tensor of parts that were made of those of another one; it has a gradient if that has one."""
+    """Create a tensor from parts computed from those of another one; it requires grad if the other does."""
     return from_layout(tensor._backend, layout, parts, size, tensor._like, needs_gradient(tensor), tensor)
 
 
 @implements(torch.t, _T.t, _T.T.__get__, _T.mT.__get__)
 def _transpose_matrix(func: Any, input: ShardedTensor) -> ShardedTensor:
     if input.dim() != 2:
-        raise unsupported(func, f"it has {input.dim()} dimensions, not 2; say which with transpose")
+        raise unsupported(func, f"it has {input.dim()} dimensions, not 2; name the dimensions with transpose")
     return _transpose(func, input, 0, 1)
 
 
