@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
-import torch
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -132,6 +131,8 @@ def device_bytes() -> int | None:
     None if there is no accelerator, if this process has not used it (asking would initialize it), or if the backend does not
     tell.
     """
+    import torch  # the command line shows a status without it
+
     found = torch.accelerator.current_accelerator()
     backend = None if found is None else torch.get_device_module(found.type)
     allocated = getattr(backend, "memory_allocated", None)
