@@ -74,7 +74,7 @@ conformance: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
-# Ray and Monarch are no dependencies: they are measured from an environment of their own.
+# Ray and Monarch are not dependencies: they are measured from an environment of their own.
 PEERS := .venv-peers
 $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers-constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
