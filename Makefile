@@ -10,23 +10,26 @@ STAMP  := $(VENV)/.installed
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo    trains a model that is split over three workers on this machine"
-	@echo "make test    the whole test suite, in TEST_PROCESSES (3) processes"
-	@echo "make lint    format, lint, types and layers"
-	@echo "make check   make lint and the fast tests"
-	@echo "make docs    the documentation, in docs/_build/html; needs no network"
-	@echo "make dist    the wheel and the source distribution, in dist, checked"
-	@echo "make dist-check    the same, and the README's program with that wheel alone in a new environment"
-	@echo "make search  the largest searches through the ownership of references, which the tests leave out"
-	@echo "make explore the random tests with new seeds, for EXPLORE_SECONDS (1800) from EXPLORE_SEED (the clock) on"
-	@echo "make conformance   PyTorch's own tests of rpc, autograd, optimizer and remote modules, on gradwire"
-	@echo "                   PYTORCH=/path/to/pytorch: those of sharded tensors, from a checkout of its sources"
-	@echo "make accelerator-check   the tests of accelerators on the first two devices of DEVICE (cuda), not on the stand-in"
-	@echo "make bench   gradwire and torch in turns, as ratios: calls and autograd"
-	@echo "make bench-peers   gradwire, torch, Ray and Monarch in turns, in an environment of its own, .venv-peers"
-	@echo "make fuzz    the wire decoder against bad bytes, and every operation of a worker against bad data, for FUZZ_SECONDS (60)"
-	@echo "make kills   trains while workers are killed at random, KILLS (30) times"
-	@echo "make soak    random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
+	@echo "make demo                train a model that is split over three workers on this machine"
+	@echo "make test                run the whole test suite, in TEST_PROCESSES (3) processes"
+	@echo "make lint                check format, lint, types and layers"
+	@echo "make check               run make lint and the fast tests"
+	@echo "make docs                build the documentation into docs/_build/html; needs no network"
+	@echo "make docs-links          look for dead links to other sites; needs a network"
+	@echo "make docs-examples       run EXAMPLES (all) and store their output for the documentation"
+	@echo "make dist                build and check the wheel and the source distribution, in dist"
+	@echo "make dist-check          also run the README's program with that wheel alone in a new environment"
+	@echo "make bench               measure gradwire and torch in turns, as ratios: calls and autograd"
+	@echo "make bench-peers         measure gradwire, torch, Ray and Monarch in turns, in an environment of its own, .venv-peers"
+	@echo "make conformance         run PyTorch's own tests of rpc, autograd, optimizer and remote modules on gradwire;"
+	@echo "                         with PYTORCH=/path/to/pytorch those of sharded tensors, from a checkout of its sources"
+	@echo "make accelerator-check   run the accelerator tests on the first two devices of DEVICE (cuda), not on the stand-in"
+	@echo "make search              run the largest searches through the ownership of references, which the tests leave out"
+	@echo "make explore             run the random tests with new seeds, for EXPLORE_SECONDS (1800) from EXPLORE_SEED (the clock) on"
+	@echo "make fuzz                send bad bytes to the wire decoder and bad data to every operation, for FUZZ_SECONDS (60)"
+	@echo "make kills               train while workers are killed at random, KILLS (30) times"
+	@echo "make soak                run random programs on four workers, SOAK_PROGRAMS (10000) from SOAK_SEED (0) on"
+	@echo "make clean               remove what the other targets have made, .venv included"
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -81,7 +84,7 @@ accelerator-check: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/python benchmarks/run.py
 
-# Ray and Monarch are no dependencies: they are measured from an environment of their own.
+# Ray and Monarch are not dependencies: they are measured from an environment of their own.
 PEERS := .venv-peers
 $(PEERS)/.installed: pyproject.toml constraints.txt benchmarks/peers-constraints.txt
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)

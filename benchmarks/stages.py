@@ -2,8 +2,8 @@
 
     python benchmarks/stages.py
 
-Nobody waits, so times come back within a few percent. Each figure is the lower quartile of the best of many short blocks, in
-microseconds: the machine at its quietest. It is for comparing two versions of the code, not for saying how long a call
+No thread waits, so times come back within a few percent. Each figure is the lower quartile of the best of many short blocks,
+in microseconds: the machine at its quietest. It is for comparing two versions of the code, not for saying how long a call
 takes; between processes there is waiting, too.
 """
 

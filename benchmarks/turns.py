@@ -1,6 +1,6 @@
 """One driver process for each system, and only one of them awake at a time.
 
-torch's shared-memory transport polls: measured idle, its driver and its server each use a whole core. Whoever is
+torch's shared-memory transport polls: measured idle, its driver and its server each use a whole core. A system
 measured beside it would be measured on a machine without free cores, so a system's processes, with all below them, are
 stopped (SIGSTOP) while it is not its turn.
 """

@@ -204,7 +204,7 @@ def collect_from_calls(to: Collector, worker: Worker) -> None:
     to.expect(errors.AlreadyInitialized, lambda: rpc.init_rpc("worker9", rank=0, world_size=1))
     to.expect(errors.UnknownWorker, lambda: rpc.rpc_sync("worker7", torch.ones, args=(2,)))
     to.expect(errors.CannotSend, lambda: worker.call(print, threading.Lock()))
-    to.expect(errors.RpcTimeout, lambda: worker.with_timeout(0.1).call(time.sleep, 0.3))
+    to.expect(errors.RpcTimeout, lambda: worker.with_timeout(0.1).call(time.sleep, 30))
     to.expect(errors.NoSuchFunction, lambda: worker.call("math:squareroot", 2.0))
 
     def parse() -> None:
@@ -214,7 +214,7 @@ def collect_from_calls(to: Collector, worker: Worker) -> None:
 
     to.expect(errors.RemoteCallFailed, lambda: worker.call(parse))
 
-    future = worker.submit(time.sleep, 0.2)
+    future = worker.submit(time.sleep, 30)
     to.expect(errors.WaitTimeout, lambda: future.wait(timeout=0.01))
     future.cancel()
     to.expect(errors.CallCancelled, future.wait)

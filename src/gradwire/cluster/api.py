@@ -399,7 +399,7 @@ class Cluster:
     ) -> Cluster:
         """Start workers in a Slurm job, with this process as their driver, on a login node or inside another job.
 
-        submitit (``pip install gradwire[slurm]``) writes and submits the job, with one task per worker. Leaving the block
+        submitit (``pip install 'gradwire[slurm]'``) writes and submits the job, with one task per worker. Leaving the block
         cancels it. The output of a worker appears here, prefixed with its name; until it is ready, in the logs in `folder`.
 
         Args:

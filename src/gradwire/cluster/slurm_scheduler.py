@@ -405,7 +405,7 @@ def _import_submitit() -> Any:
     try:
         return importlib.import_module("submitit")
     except ImportError as error:
-        raise ConfigurationError(f"Cluster.slurm needs submitit ({error}): `pip install gradwire[slurm]`") from error
+        raise ConfigurationError(f"Cluster.slurm needs submitit ({error}): pip install 'gradwire[slurm]'") from error
 
 
 def _folder_of(folder: Path, executor: str) -> Path:

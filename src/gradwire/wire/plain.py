@@ -254,7 +254,7 @@ def _make_instance(items: list[Any], data: bytes) -> Any:
         entry = BY_NAME.get(name)
     if entry is None:
         raise DecodeError(
-            f"no class is registered as {name[:200]!r} on this worker; call gradwire.wire.serialization.register_plain_class"
+            f"no class is registered as {name[:200]!r} on this worker; mark it with @gradwire.rpc.expose there"
         )
     try:
         return entry.from_fields(items)

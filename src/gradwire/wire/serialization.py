@@ -187,8 +187,7 @@ def _explain_not_plain(value: Any, limits: Limits) -> CannotSend:
     advice = (
         "Send the plain tensors it is made of, such as x.as_subclass(torch.Tensor)"
         if isinstance(culprit, _TENSOR_TYPE)
-        else "Send its contents, register its class (gradwire.wire.serialization.register_plain_class: dataclasses, "
-        "named tuples, enums)"
+        else "Send its contents, mark its class with @gradwire.rpc.expose on both workers (dataclasses, named tuples, enums)"
     )
     return CannotSend(
         f'{where} of type {_type_name(culprit)} cannot be sent with trust="data", which carries tensors and plain '

@@ -180,4 +180,4 @@ def test_static_graph_is_an_error(trainers: list[Worker]) -> None:
     """It would average nothing in its first pass: that is waited for before there are gradients to average."""
     futures = [trainer.submit(_use_static_graph) for trainer in trainers]
     for future in futures:
-        assert "static_graph=True) does not work inside of a context" in future.wait()
+        assert "static_graph=True) is not supported inside a context" in future.wait()

@@ -93,7 +93,7 @@ def test_a_rank_that_never_arrives_is_named(tmp_path: Path) -> None:
         assert "after" not in out
         code, _, err = worker.end()
         assert code == 1
-        assert "the driver has given up: ranks 2, 3 never arrived" in err
+        assert "the driver aborted the start: ranks 2, 3 never arrived" in err
 
 
 def test_ranks_meet_at_a_store_with_a_shared_secret(tmp_path: Path, free_port: int) -> None:

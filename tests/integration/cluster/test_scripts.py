@@ -71,7 +71,7 @@ def test_a_script_without_a_guard_that_is_imported(tmp_path: Path, use: str) -> 
     text = f"import multiprocessing\nimport gradwire as gw\nFACTOR = 2\nwith gw.Cluster.local(1):\n    {use}\n"
     with Script(tmp_path, text) as script:
         _, _, err = script.finish()
-    assert "ConfigurationError: the program's script was imported, and would start a second cluster" in err
+    assert "ConfigurationError: the program's script was imported and would start a second cluster" in err
     assert "program.py, line 4, runs because" in err
     assert '    if __name__ == "__main__":\n        with gradwire.Cluster.local(...) as cluster:\n' in err
 

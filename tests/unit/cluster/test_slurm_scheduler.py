@@ -116,7 +116,7 @@ def test_a_job_script_without_anything_extra_leaves_the_site_s_defaults(tmp_path
 
 def test_without_submitit_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "submitit", None)
-    with pytest.raises(ConfigurationError, match=r"needs submitit .*pip install gradwire\[slurm\]"):
+    with pytest.raises(ConfigurationError, match=r"needs submitit .*pip install 'gradwire\[slurm\]'"):
         SlurmScheduler(SlurmOptions(nodes=1, workers_per_node=1, folder=tmp_path), 1.0)
 
 
