@@ -67,7 +67,9 @@ def read_device_map(to: str, devices: Mapping[Any, Any]) -> dict[torch.device, t
     where = f"the device map for {to}"
     made = {read_device(where, here): read_device(where, there) for here, there in devices.items()}
     if len(set(made.values())) != len(made):
-        raise ConfigurationError(f"{where} only supports 1-to-1 mapping, but maps two devices to the same device: {devices}")
+        raise ConfigurationError(
+            f"{where} only supports 1-to-1 mapping, but maps two devices to the same device: {devices}"
+        )
     return made
 
 

@@ -319,10 +319,10 @@ def check_ranks_that_differ(world: World) -> None:
     refused(
         model, lambda: shard_parameter(model.emb, "weight", rows, src_rank=rank), ValueError, "does not match src_rank"
     )
-    refused(model, lambda: shard_parameter(model.emb, "weight", others), ValueError, "match with sharding_spec")
+    refused(model, lambda: shard_parameter(model.emb, "weight", others), ValueError, "does not match sharding_spec")
     refused(model, lambda: api._shard_tensor(torch.ones(4), rows, src_rank=rank), ValueError, "does not match src_rank")
-    refused(model, lambda: api._shard_tensor(torch.ones(4), others), ValueError, "match with sharding_spec")
-    refused(model, lambda: api._shard_tensor(torch.ones(4 + odd), rows), ValueError, "match with s")
+    refused(model, lambda: api._shard_tensor(torch.ones(4), others), ValueError, "does not match sharding_spec")
+    refused(model, lambda: api._shard_tensor(torch.ones(4 + odd), rows), ValueError, "does not match s")
     refused(
         model, lambda: shard_parameter(model.emb, "weight", rows, src_rank=9), ValueError, "is not a rank of the group"
     )
