@@ -205,7 +205,7 @@ def test_a_collector_that_answers_for_others_is_not_believed(make_agents: MakeAg
     a, b = make_agents("a", "b")
     for answer in ({"b": (objects.NONE, b"", [])}, {"a": 1, "b": 2}, ["a", "b"], None):
         a.server.register_control("gather", lambda *_, answer=answer: answer, Any, Any, Any, Any, Any)
-        with pytest.raises(DecodeError, match="worker a sent an invalid result|a returned"):
+        with pytest.raises(DecodeError, match=r"worker a sent an invalid result|a returned"):
             b.gathering.all_gather(1, None, time.monotonic() + LIMIT_S)
 
 
