@@ -1,4 +1,7 @@
-"""Leave out of the reference what a reader cannot use: constructors that programs do not call, and private bases."""
+"""Leave out of the reference what a reader cannot use: constructors that programs do not call, and private bases.
+
+Defaults that a dataclass makes anew are shown as an empty dict, which all of them are.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,11 @@ GIVEN = {
 def process_signature(
     app: Sphinx, kind: str, name: str, value: object, options: Any, signature: str | None, returned: str | None
 ) -> tuple[str, str | None] | None:
-    return ("", None) if name in GIVEN else None
+    if name in GIVEN:
+        return "", None
+    if signature is not None and "<factory>" in signature:  # as dataclasses print it; Sphinx cannot parse that
+        return signature.replace("<factory>", "{}"), returned
+    return None
 
 
 def process_bases(app: Sphinx, name: str, value: object, options: Any, bases: list[Any]) -> None:
