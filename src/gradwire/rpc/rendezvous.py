@@ -80,11 +80,11 @@ class StoreDirectory(StaticDirectory):
         info = agent.info
         for other in (self._store.find(info.name), self._store.find(info.id)):
             if other is not None and other.info != info and _is_there(agent, other):
-                raise self._duplicate(not_unique_text(other.info, info))
+                raise self.duplicate(not_unique_text(other.info, info))
         try:
             self._store.publish(agent.address)
         except IdentityTaken as error:
-            raise self._duplicate(str(error)) from error
+            raise self.duplicate(str(error)) from error
         except TransportError as error:  # such as a name that the certificate is not valid for
             text = f"rank {info.id} ({info.name}) cannot join at {self._where}: {error}"
             _read_notes.add(self.announce("refused", text))
@@ -92,7 +92,8 @@ class StoreDirectory(StaticDirectory):
         if not self.is_fixed:
             self.settle()
 
-    def _duplicate(self, text: str) -> DuplicateWorker:
+    def duplicate(self, text: str) -> DuplicateWorker:
+        """Tell all waiting ranks that two workers have the same name or rank; return the error."""
         _read_notes.add(self.announce("duplicate", text))
         return DuplicateWorker(text)
 
@@ -393,7 +394,12 @@ class Meeting:
     def _ask_to_join(self) -> InterruptibleFuture[Any] | None:
         """Send this worker's address to rank 0; None if rank 0 is not there or cannot be reached yet."""
         leader = self._directory.at_rank(0)
-        if leader is None or leader.info.name == self._agent.info.name:  # the latter is left from an earlier run
+        if leader is None:
+            return None
+        if leader.info.name == self._agent.info.name:
+            # Left from an earlier run, unless it answers: both may have looked for the name before either published it.
+            if _is_there(self._agent, leader):
+                raise self._directory.duplicate(not_unique_text(leader.info, self._agent.info))
             return None
         self._directory.hint(leader)
         args = (
