@@ -38,7 +38,7 @@ print(cluster.describe())
 try:
     cluster.add_workers(1)
 except gw.errors.ConfigurationError as error:
-    print("refused:", error)
+    print(f"refused: {error}")
 """,
     )
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="gw") as folder:  # short: sockets go there
