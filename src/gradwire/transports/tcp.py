@@ -8,6 +8,7 @@ kernel's own limit, TCP_USER_TIMEOUT, would also end connections to a worker tha
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import socket
@@ -110,6 +111,14 @@ class TlsChannel(TcpChannel):
     def certified_names(self) -> frozenset[str] | None:
         with self._lock:
             return tls.certified_names(self._socket)
+
+    def close(self) -> None:
+        # OpenSSL reads and writes by the descriptor's number. Closed in the middle of a step, the number could belong to the
+        # next connection, which would lose bytes to this one.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            super().close()
 
 
 def _records(buffers: Sequence[Buffer]) -> list[Buffer]:

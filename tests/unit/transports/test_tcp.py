@@ -6,6 +6,7 @@ import contextlib
 import os
 import socket
 import ssl
+import threading
 import time
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from gradwire.runtime import start_worker
 from gradwire.testing import wait_until
 from gradwire.testing.transports import ANYTHING, Sender, end_of, send_call
 from gradwire.transports.stream import StreamConnection, StreamOptions
-from gradwire.transports.tcp import TcpListener, TcpTransport, is_loopback
+from gradwire.transports.tcp import TcpListener, TcpTransport, TlsChannel, is_loopback
 from gradwire.transports.tls import make_keys
 from gradwire.types import WorkerInfo
 
@@ -209,3 +210,19 @@ def test_workers_talk_over_tls(make_agents: MakeAgents, keys: TlsKeys) -> None:
     for num_bytes in (0, 1, 65_000, 65_536, 65_700, 1_000_000):  # 65,536: the rest of a record is left in OpenSSL
         value = torch.ones(num_bytes, dtype=torch.uint8)
         assert torch.equal(first.call(second.info, torch.clone, (value,)), value)
+
+
+def test_the_descriptor_stays_while_openssl_may_use_it() -> None:
+    near, far = socket.socketpair()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    wrapped = context.wrap_socket(near, server_hostname="x", do_handshake_on_connect=False)
+    channel = TlsChannel(wrapped)
+    with far:
+        far.settimeout(10.0)
+        with channel._lock:  # as a thread in the middle of a read
+            closing = threading.Thread(target=channel.close)
+            closing.start()
+            assert far.recv(1) == b""  # the other side knows at once
+            assert channel.fileno() >= 0
+        closing.join(10.0)
+        assert channel.fileno() == -1
