@@ -59,14 +59,11 @@ def set_sequence_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
-def devices_of(node: Any) -> list[torch.device]:
-    """Return the devices of the gradients that a node takes; the engine runs it in the thread of the first accelerator."""
-    return [metadata.device for metadata in node._input_metadata]
+uses_device_threads: Callable[[], bool] = torch._C._is_multithreading_enabled
+"""Whether runs of the engine that this thread begins leave nodes of accelerators to threads of these."""
 
-
-current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The run of the engine whose node, or whose hook, this thread is in: `NO_GRAPH_TASK` if it is in none."""
-NO_GRAPH_TASK = -1
+set_uses_device_threads: Callable[[bool], None] = torch._C._set_multithreading_enabled
+"""Set that for this thread, and for hooks and nested runs; `torch.autograd.set_multithreading_enabled` as a function."""
 
 
 hook_mixin: Any = torch.autograd.function._HookMixin

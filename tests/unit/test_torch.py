@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -472,19 +473,20 @@ def test_sequence_number() -> None:
     assert _torch.sequence_number(node) == 7
 
 
-def test_devices_of() -> None:
-    one, other = torch.ones(2, requires_grad=True).unbind()
-    assert _torch.devices_of(one.grad_fn) == [torch.device("cpu")] * 2
-    assert _torch.devices_of((torch.ones(2, requires_grad=True) * other).grad_fn) == [torch.device("cpu")]
-
-
-def test_current_graph_task_id() -> None:
+def test_uses_device_threads() -> None:
+    """Where runs go by it needs an accelerator: tests/accelerator/test_backward.py."""
+    assert _torch.uses_device_threads()
+    seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
-    seen = []
-    x.register_hook(lambda _: seen.append(_torch.current_graph_task_id()))  # type: ignore[no-untyped-call]
-    x.sum().backward()  # type: ignore[no-untyped-call]
-    assert seen != [_torch.NO_GRAPH_TASK]
-    assert _torch.current_graph_task_id() == _torch.NO_GRAPH_TASK
+    x.register_hook(lambda _: seen.append(_torch.uses_device_threads()))  # type: ignore[no-untyped-call]
+    _torch.set_uses_device_threads(False)
+    try:
+        x.sum().backward()  # type: ignore[no-untyped-call]
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(_torch.uses_device_threads).result(10.0))
+    finally:
+        _torch.set_uses_device_threads(True)
+    assert seen == [False, True]
 
 
 def test_hook_mixin() -> None:

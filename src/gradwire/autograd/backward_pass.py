@@ -142,15 +142,10 @@ class BackwardPass:
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
-        # Sends that a run is blocked on at a gate, and whether the whole run is blocked: devices may still be computing.
-        self._gates: dict[int, bool] = {}
+        self._gates: set[int] = set()  # sends that a run is blocked on at a gate
         self.error: BaseException | None = None  # why it failed, on the root
         self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
-        # On the root, if a hook called backward: the thread that has to run all components, 0 for any that is not in a run
-        # of the engine; and the components that wait for that thread.
-        self.runs_in: int | None = None
-        self.errands: list[Action] = []
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -383,32 +378,19 @@ class BackwardPass:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def wait(self, send: int | None, seconds: float, *, stands_still: bool = True) -> bool:
+    def wait(self, send: int | None, seconds: float) -> bool:
         """Wait until a send is settled or the pass is over; False if neither happened in time, and to be called again."""
         with self._lock:
             if not self._may_go_on(send):
-                if self.errands and send is None:
-                    return False
                 self._moved = self._moved or threading.Condition(self._lock)
                 if send is not None:
-                    self._gates[send] = stands_still
+                    self._gates.add(send)
                 _interrupts.wait(self._moved, seconds)
                 if not self._may_go_on(send):
                     return False
                 if send is not None:
-                    self._gates.pop(send, None)
+                    self._gates.discard(send)
             return True
-
-    def leave_errand(self, action: Action) -> None:
-        """Leave a component to the thread that called backward."""
-        with self._lock:
-            self.errands.append(action)
-            self._wake()
-
-    def take_errands(self) -> list[Action]:
-        with self._lock:
-            errands, self.errands = self.errands, []
-            return errands
 
     def _may_go_on(self, send: int | None) -> bool:
         return self.state.is_over or (send is not None and self.state.is_settled(send))
@@ -428,7 +410,7 @@ class BackwardPass:
                     WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
                 )
             # A run that has not started yet, or whose gate is open, waits only for its thread.
-            num_standing = sum(is_still and not self.state.is_settled(gate) for gate, is_still in self._gates.items())
+            num_standing = sum(not self.state.is_settled(gate) for gate in self._gates)
             return PassSnapshot(
                 worker,
                 not self.state.is_over,

@@ -11,7 +11,6 @@ decided by the run of the engine that has reached them (`current_context.LocalRu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,19 +79,6 @@ class Gate(torch.autograd.Function):
         run.wait_settled(ctx.message_id)
         nothing: tuple[None, ...] = (None,) * (ctx.num_behind + 1)
         return nothing
-
-
-class Detour(torch.autograd.Function):
-    """Takes a run through the thread of a device, and does nothing there."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return torch.empty(0, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[None, None]:
-        return None, None
 
 
 class _RecvNode:
@@ -174,13 +160,6 @@ def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
             set_sequence_number(gate.grad_fn, 0)
             chain = [gate]
     return chain[0]
-
-
-@functools.cache
-def make_detour(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where a run through the thread of a device begins, and its gradient; it ends at the anchor."""
-    with torch.enable_grad():
-        return function_apply(Detour)(ANCHOR, device), torch.empty(0, device=device)
 
 
 def _kinds() -> tuple[Any, Any]:
