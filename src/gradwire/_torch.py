@@ -9,6 +9,7 @@ import importlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +22,9 @@ T = TypeVar("T")
 
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 """Run the engine like `torch.autograd.grad`, but without its checks, which take longer than a small graph."""
+
+local_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
+"""Code of the function with which `torch.autograd.backward` and ``grad`` call the engine, which then calls nodes."""
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread for any device."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
@@ -487,6 +488,36 @@ def test_uses_device_threads() -> None:
     finally:
         _torch.set_uses_device_threads(True)
     assert seen == [False, True]
+
+
+@pytest.mark.parametrize("call", ["backward", "grad"])
+def test_local_backward_code(call: str) -> None:
+    """The frame of the function that calls the engine is that of the caller of its nodes."""
+    callers: list[Any] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    class Node:
+        def apply(self, gradient: torch.Tensor) -> torch.Tensor:
+            callers.append(sys._getframe(1).f_code)
+            return gradient
+
+    node = _torch.backward_class(Looks)
+    _torch.set_backward_class(Looks, type(node.__name__, (Node, node), {}))
+    x = torch.ones(2, requires_grad=True)
+    y = _torch.function_apply(Looks)(x)
+    if call == "backward":
+        y.sum().backward()
+    else:
+        torch.autograd.grad(y.sum(), [x])
+    y = _torch.function_apply(Looks)(x)
+    _torch.run_backward(
+        (y.sum(),), (torch.ones(()),), False, False, (x,), allow_unreachable=True, accumulate_grad=False
+    )
+    assert callers == [_torch.local_backward_code, sys._getframe().f_code]
 
 
 def test_hook_mixin() -> None:

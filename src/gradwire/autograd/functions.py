@@ -11,12 +11,19 @@ decided by the run of the engine that has reached them (`current_context.LocalRu
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gradwire._torch import backward_class, function_apply, set_backward_class, set_sequence_number
+from gradwire._torch import (
+    backward_class,
+    function_apply,
+    local_backward_code,
+    set_backward_class,
+    set_sequence_number,
+)
 from gradwire.autograd.current_context import current_run
 from gradwire.errors import AutogradError
 
@@ -93,7 +100,9 @@ class _RecvNode:
 
     def apply(self, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
         run = current_run.get()
-        if run is None:
+        caller = sys._getframe().f_back  # None in a thread that torch starts where runs are nested too deeply
+        if run is None or (caller is not None and caller.f_code is local_backward_code):
+            # The second in a hook of a run: it is not the run that got here.
             raise _outside("a tensor received from another worker")
         run.fire(self.context_id, self.message_id, gradients)
         return None, None, None, None
