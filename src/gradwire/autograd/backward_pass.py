@@ -6,7 +6,6 @@ asks the state, and returns the actions.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -263,14 +262,10 @@ class BackwardPass:
                 raise PassDropped
             return self.state.recv_fired(message_id)
 
-    def capture(self, message_id: int, gradients: Gradients) -> Gradients:
-        """Return copies of gradients on the devices of the tensors of a send, if it is one; `came_back` checks them."""
-        send = self.sends.get(message_id)
-        devices = send.devices if send is not None else []
-        return [
-            item if item is None else item.to(device or item.device, copy=True)
-            for item, device in itertools.zip_longest(gradients, devices[: len(gradients)])
-        ]
+    def capture(self, message_id: int, defined: Sequence[bool], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of gradients for a send, of those tensors that have one; see `RecordedSend.capture`."""
+        send = self.sends.get(message_id)  # if it is not one, the gradients are refused later
+        return gradients if send is None else send.capture(defined, gradients, self.deadline)
 
     def came_back(self, via: int, answers: dict[int, Gradients | None]) -> list[Action]:
         """Handle the answers of a recv with a shortcut to sends of this worker, which another worker passed back to it."""

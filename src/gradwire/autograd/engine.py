@@ -325,8 +325,9 @@ class DistEngine:
             current.context.context_id, current.pass_id, current.options, items, introduction, report
         )
         if peer == self._own:
-            # Captured as gradients for other workers are: two leaves, or a leaf and the caller's gradient, share no memory.
-            values = [tensor.to("cpu", copy=True) for tensor in tensors]
+            values = list(tensors)
+            if values:  # of one message
+                values = current.capture(items[0].message_id, items[0].defined or (), values)
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
             name = self._names.get(peer) or self.name_of(peer)
@@ -787,8 +788,8 @@ class _Run:
         current = self._pass
         settled: dict[int, Gradients | None] = {}
         for (worker, message_id), answer in follow_routes(recv, routes, gradients).items():
-            if worker == current.own:  # captured, as for other workers: two leaves share no memory
-                settled[message_id] = answer and current.capture(message_id, answer)
+            if worker == current.own:
+                settled[message_id] = answer and self._capture(message_id, answer)
             else:
                 origin = RecordedRecv(message_id, worker, recv.function, recv.node)
                 self._answer(origin, answer or (), worker in current.state.lost, False, recv.peer)
@@ -799,6 +800,12 @@ class _Run:
                 self.following += actions
             elif actions:  # with several sources, this run may wait for an action that its own start caused
                 self._engine._perform_soon(current, actions)
+
+    def _capture(self, message_id: int, gradients: Gradients) -> Gradients:
+        defined = [gradient is not None for gradient in gradients]
+        present = [gradient for gradient in gradients if gradient is not None]
+        copies = iter(self._pass.capture(message_id, defined, present))
+        return [next(copies) if is_defined else None for is_defined in defined]
 
     def gradients_of(self, message_id: int) -> Gradients:
         return self._pass.gradients_of(message_id)
