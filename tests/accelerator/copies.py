@@ -1,7 +1,7 @@
 """Programs that look at how tensors get off a device and onto one: the order of events, waits and copies, and the values.
 
 They run on the first worker of a cluster. Copies are asynchronous meanwhile, there and on the worker that is called, so that
-a wait that is missing gives wrong numbers, too.
+a wait that is missing gives wrong numbers, too. An assertion that fails there is the `AssertionError` of the driver's call.
 """
 
 from __future__ import annotations

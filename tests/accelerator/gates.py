@@ -258,6 +258,32 @@ def run_local_backward_in_hook(on: str, inner: str) -> None:
     assert torch.allclose(found, alone.grad, rtol=1e-12)
 
 
+def _layer_on(x: Tensor, on: str) -> Tensor:
+    return _layer(x.to(on)).cpu()
+
+
+def _differentiate_through(worker: str, on: str) -> Tensor:
+    x = _input()
+    with gw.autograd.context() as ctx:
+        ctx.backward(gw.rpc.rpc_sync(worker, _layer_on, args=(x, on)).sum(), timeout=TIMEOUT_S)
+        return ctx.gradients()[x]
+
+
+def wait_in_hook_for_another_pass(on: str) -> None:
+    """A hook calls a worker, which runs a pass through the device of this worker that the hook is on."""
+    found: list[Tensor] = []
+    x = _input()
+    with gw.autograd.context() as ctx:
+        hidden = call(0, _layer, x).to(on) * 2
+        hidden.register_hook(lambda _: found.append(call(1, _differentiate_through, "worker0", on)))
+        with _at_once():
+            ctx.backward(hidden.sum().cpu(), timeout=TIMEOUT_S)
+    alone = _input()
+    _layer_on(alone, on).sum().backward()  # type: ignore[no-untyped-call]
+    assert alone.grad is not None
+    assert torch.allclose(found[0], alone.grad, rtol=1e-12)
+
+
 # -- passes that fail ------------------------------------------------------------------------------------------------------
 
 

@@ -41,6 +41,11 @@ def test_hook_runs_a_local_backward(cluster: Cluster, on: str, inner: str) -> No
     cluster.workers[0].call(gates.run_local_backward_in_hook, on, inner)
 
 
+@pytest.mark.parametrize("on", ["cpu", ZERO])
+def test_hook_waits_for_another_pass_on_its_device(cluster: Cluster, on: str) -> None:
+    cluster.workers[0].call(gates.wait_in_hook_for_another_pass, on)
+
+
 @pytest.mark.parametrize("where", ["worker0", "worker1"])
 @pytest.mark.parametrize("on", [ZERO, ONE])
 def test_error_on_a_device_ends_the_pass_at_once(cluster: Cluster, on: str, where: str) -> None:
