@@ -177,6 +177,8 @@ def copy(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadl
             return tensor.to(device, copy=True)
         if tensor.layout is not torch.strided:
             return _with_parts(tensor, [launch(part, device) for part in sparse_parts(tensor)])
+        if tensor.is_conj() or tensor.is_neg():  # `record_stream` would compute in place
+            tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_cpu:
             return launch_to_device(tensor, device)
         return to_host.launch(tensor) if device.type == "cpu" else _launch_on_devices(tensor, device, between)
