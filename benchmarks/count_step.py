@@ -2,6 +2,7 @@
 
     python benchmarks/count_step.py
     python benchmarks/count_step.py --case noop --list
+    python benchmarks/count_step.py --device-maps
 
 A step is a tensor through `rpc_sync` in a context, then `backward`. Python's profiler counts in every thread of the caller
 and of the callee: functions of gradwire, functions of Python in all, and calls of C functions. Counts repeat where times do
@@ -52,9 +53,10 @@ def count(frame: FrameType, event: str, argument: Any) -> None:
                 counts["C", name] += 1
 
 
-def options(meeting: str) -> rpc.TensorPipeRpcBackendOptions:
-    """Options with which both processes find each other."""
-    return rpc.TensorPipeRpcBackendOptions(init_method=meeting)
+def options(meeting: str, has_device_maps: bool) -> rpc.TensorPipeRpcBackendOptions:
+    """Options with which both processes find each other, and maybe maps that leave tensors on the CPU."""
+    maps = {name: {"cpu": "cpu"} for name in ("caller", "callee")} if has_device_maps else {}
+    return rpc.TensorPipeRpcBackendOptions(init_method=meeting, device_maps=maps)
 
 
 def start() -> None:
@@ -136,14 +138,15 @@ def summarize(found: list[dict[tuple[str, str], float]]) -> dict[str, float]:
     }
 
 
-def run(case: str) -> list[dict[tuple[str, str], float]]:
+def run(case: str, has_device_maps: bool) -> list[dict[tuple[str, str], float]]:
     """Start the callee, count, end both."""
     threading.setprofile(count)
     with tempfile.TemporaryDirectory() as folder:
         meeting = f"file://{folder}/meeting"
-        callee = subprocess.Popen([sys.executable, __file__, "--callee", meeting])
+        more = ["--device-maps"] if has_device_maps else []
+        callee = subprocess.Popen([sys.executable, __file__, "--callee", meeting, *more])
         try:
-            rpc.init_rpc("caller", rank=0, world_size=2, rpc_backend_options=options(meeting))
+            rpc.init_rpc("caller", rank=0, world_size=2, rpc_backend_options=options(meeting, has_device_maps))
             sys.setprofile(count)
             found = measure(case)
             sys.setprofile(None)
@@ -159,14 +162,16 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, default="context")
     parser.add_argument("--list", action="store_true", help="every function, with the number of its calls")
     parser.add_argument("--json", action="store_true", help="the figures alone")
+    parser.add_argument("--device-maps", action="store_true", help="both processes have maps for each other")
     parser.add_argument("--callee", metavar="MEETING", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.callee:
         threading.setprofile(count)
-        rpc.init_rpc("callee", rank=1, world_size=2, rpc_backend_options=options(arguments.callee))
+        made = options(arguments.callee, arguments.device_maps)
+        rpc.init_rpc("callee", rank=1, world_size=2, rpc_backend_options=made)
         rpc.shutdown()
         return
-    found = run(arguments.case)
+    found = run(arguments.case, arguments.device_maps)
     figures = summarize(found)
     if arguments.json:
         print(json.dumps(figures))

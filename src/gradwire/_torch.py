@@ -9,6 +9,7 @@ import importlib
 import operator
 from collections import OrderedDict
 from collections.abc import Callable
+from types import CodeType
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -21,6 +22,9 @@ T = TypeVar("T")
 
 run_backward: Any = torch.autograd.Variable._execution_engine.run_backward
 """Run the engine like `torch.autograd.grad`, but without its checks, which take longer than a small graph."""
+
+local_backward_code: CodeType = torch.autograd.graph._engine_run_backward.__code__
+"""Code of the function with which `torch.autograd.backward` and ``grad`` call the engine, which then calls nodes."""
 
 is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread for any device."""
@@ -59,14 +63,11 @@ def set_sequence_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
-def devices_of(node: Any) -> list[torch.device]:
-    """Return the devices of the gradients that a node takes; the engine runs it in the thread of the first accelerator."""
-    return [metadata.device for metadata in node._input_metadata]
+uses_device_threads: Callable[[], bool] = torch._C._is_multithreading_enabled
+"""Whether runs of the engine that this thread begins leave nodes of accelerators to threads of these."""
 
-
-current_graph_task_id: Callable[[], int] = torch._C._current_graph_task_id
-"""The run of the engine whose node, or whose hook, this thread is in: `NO_GRAPH_TASK` if it is in none."""
-NO_GRAPH_TASK = -1
+set_uses_device_threads: Callable[[bool], None] = torch._C._set_multithreading_enabled
+"""Set that for this thread, and for hooks and nested runs; `torch.autograd.set_multithreading_enabled` as a function."""
 
 
 hook_mixin: Any = torch.autograd.function._HookMixin

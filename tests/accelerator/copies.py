@@ -1,7 +1,7 @@
 """Programs that look at how tensors get off a device and onto one: the order of events, waits and copies, and the values.
 
 They run on the first worker of a cluster. Copies are asynchronous meanwhile, there and on the worker that is called, so that
-a wait that is missing gives wrong numbers, too.
+a wait that is missing gives wrong numbers, too. An assertion that fails there is the `AssertionError` of the driver's call.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from gradwire.config import KIB, TlsKeys
 from gradwire.errors import CannotSend, RpcTimeout
 from gradwire.testing import local_agents
 from gradwire.transports.tls import make_keys
+from gradwire.wire import devices
 
 Tensor = torch.Tensor
 
@@ -85,13 +86,27 @@ def check_to_device(log: Sequence[Entry], num_copies: int, stream: str = "0:0") 
     assert log.count(Entry("record_stream", stream, 0, ())) == num_copies
 
 
+def check_on_devices(log: Sequence[Entry], num_copies: int, stream: str = "0:0") -> None:
+    """As `check_to_host`, but the copies stay on the device; and they may be used on the program's stream."""
+    ours, first, last = _find_copies(log, "on_device", num_copies)
+    assert ours != stream
+    waits = [number for number, entry in enumerate(log[:first]) if entry.what == "wait" and entry.stream == ours]
+    assert waits, "our stream does not wait for the program's"
+    assert Entry("record", stream, log[waits[-1]].event, ()) in log[: waits[-1]]
+    _find_host_wait(log, ours, last)
+    assert log.count(Entry("record_stream", ours, 0, ())) == num_copies
+    num_arrived = sum(entry.more[:1] == ("to_device",) for entry in log)
+    assert log.count(Entry("record_stream", stream, 0, ())) == num_copies + num_arrived
+    assert not [entry for entry in log if "blocking" in entry.more]
+
+
 def _find_copies(log: Sequence[Entry], direction: str, num_copies: int) -> tuple[str, int, int]:
     """Return the stream of the copies, and where the first and the last of them are."""
     assert not [entry for entry in log if entry.what.startswith("synchronize")], "more is waited for than the copies"
     found = [number for number, entry in enumerate(log) if entry.more[:2] == (direction, "non_blocking")]
     assert len(found) == num_copies, log
     (stream,) = {log[number].stream for number in found}
-    for number in found:  # small frames are copied whole when they arrive
+    for number in found if direction != "on_device" else ():  # small frames are copied whole when they arrive
         is_small = direction == "to_device" and int(log[number].more[3]) < 16 * KIB
         assert log[number].more[2] == "pinned" or is_small
     return stream, found[0], found[-1]
@@ -204,6 +219,64 @@ def send_gradients() -> None:
                 check_to_host(log, 1)
                 check_to_device(log, 1)
             assert torch.equal(ctx.gradients()[x].cpu(), torch.arange(5.0) * 18)
+
+
+def send_gradients_to_oneself() -> None:
+    """The gradients of a call to oneself, of the result and of the argument, do not leave the device."""
+    with later():
+        x = torch.arange(5.0, device=ZERO).requires_grad_()
+        with gw.autograd.context() as ctx:
+            loss = gw.rpc.rpc_sync("worker0", _triple, args=(x,)).square().sum()
+            device.take_log()
+            ctx.backward(loss)
+            log = device.take_log()
+            check_on_devices(log, 2)
+            assert {entry.more[0] for entry in log if entry.what == "copy"} == {"on_device"}
+            assert torch.equal(ctx.gradients()[x].cpu(), torch.arange(5.0) * 18)
+
+
+def send_gradients_by_a_shortcut() -> None:
+    """Between two calls of the peer, the gradient of what was passed on here does not leave the device there."""
+    with later():
+        x = torch.arange(5.0, device=ZERO).requires_grad_()
+        with gw.autograd.context() as ctx:
+            loss = gw.rpc.rpc_sync(PEER, _triple, args=(gw.rpc.rpc_sync(PEER, _triple, args=(x,)),)).square().sum()
+            log_of_peer()
+            ctx.backward(loss)
+            log = log_of_peer()
+            check_to_device(log[: _last_copy(log)], 1)
+            check_on_devices(log, 1)
+            assert torch.equal(ctx.gradients()[x].cpu(), torch.arange(5.0) * 162)
+
+
+def _last_copy(log: Sequence[Entry]) -> int:
+    return max(number for number, entry in enumerate(log) if entry.more[:1] == ("on_device",))
+
+
+def copy_gradients_between_devices() -> None:
+    """Copies of every kind of tensor go from every place to every place."""
+    places = [torch.device(name) for name in ("cpu", ZERO, ONE)]
+    with later():
+        for name, value in _tensors().items():
+            for source in places:
+                tensor = value.detach().to(source)
+                copies = devices.copy([tensor] * len(places), places, time.monotonic() + 10.0)
+                for copied, place in zip(copies, places, strict=True):
+                    try:
+                        _check_equal(copied, value.detach().to(place).resolve_conj().resolve_neg())
+                    except Exception as error:
+                        raise AssertionError(f"{name} from {source} to {place}: {error}") from error
+
+
+def keep_the_deadline_of_a_pass() -> None:
+    """A copy for oneself does not wait longer than it is given."""
+    with device.asynchronous(0.3):
+        made, event = _write_later([torch.arange(4.0)])
+        torch.accelerator.current_stream(ZERO).wait_event(event)
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError, match=f"{ZERO} has not computed"):
+            devices.copy(made, [torch.device(ZERO)], begun + 0.05)
+        assert time.monotonic() - begun < 0.25
 
 
 def send_sparse_gradients() -> None:

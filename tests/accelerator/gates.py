@@ -1,16 +1,24 @@
-"""Programs whose backward pass waits in the middle: a tensor goes to another worker and comes back."""
+"""Programs whose backward pass waits in the middle: a tensor goes to another worker and comes back.
+
+They run on the first worker, and compare there with the same function in that process. An assertion that fails there is the
+`AssertionError` of the call, so it fails the test in the driver.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 import gradwire as gw
 from accelerator import device
 from gradwire.autograd.api import _retrieve_context
+from gradwire.errors import BackwardFailed, UnsettledSend
 from gradwire.testing import wait_until
 
 Tensor = torch.Tensor
@@ -222,3 +230,111 @@ def run_gated_pass_in_hook(on: str, inner: str) -> None:
     loss_of(_here, alone).backward()  # type: ignore[no-untyped-call]
     assert alone.grad is not None
     assert torch.allclose(found[0], alone.grad, rtol=1e-12)
+
+
+def run_local_backward_in_hook(on: str, inner: str) -> None:
+    """A hook calls torch's own backward, over devices, in a run that has to wait in the middle."""
+
+    def loss_of(call: Any, x: Tensor) -> Tensor:
+        hidden = call(0, _layer, x).to(on) * 2
+        back = call(1, _to_cpu, hidden).to(on)
+        back.register_hook(bend)
+        return (back * hidden).sum().cpu()
+
+    def bend(gradient: Tensor) -> Tensor:
+        y = _input().detach().requires_grad_()
+        with torch.enable_grad():
+            (y.to(inner).sin() * gradient.detach().to(inner)).cpu().sum().backward()  # type: ignore[no-untyped-call]
+            (again,) = torch.autograd.grad(y.to(inner).cos().sum(), [y])
+        assert y.grad is not None
+        return y.grad.to(on) + again.to(on)
+
+    alone, x = _input(), _input()
+    loss_of(_here, alone).backward()  # type: ignore[no-untyped-call]
+    with gw.autograd.context() as ctx:
+        ctx.backward(loss_of(call, x), timeout=TIMEOUT_S)
+        found = ctx.gradients()[x]
+    assert alone.grad is not None
+    assert torch.allclose(found, alone.grad, rtol=1e-12)
+
+
+def _layer_on(x: Tensor, on: str) -> Tensor:
+    return _layer(x.to(on)).cpu()
+
+
+def _differentiate_through(worker: str, on: str) -> Tensor:
+    x = _input()
+    with gw.autograd.context() as ctx:
+        ctx.backward(gw.rpc.rpc_sync(worker, _layer_on, args=(x, on)).sum(), timeout=TIMEOUT_S)
+        return ctx.gradients()[x]
+
+
+def wait_in_hook_for_another_pass(on: str) -> None:
+    """A hook calls a worker, which runs a pass through the device of this worker that the hook is on."""
+    found: list[Tensor] = []
+    x = _input()
+    with gw.autograd.context() as ctx:
+        hidden = call(0, _layer, x).to(on) * 2
+        hidden.register_hook(lambda _: found.append(call(1, _differentiate_through, "worker0", on)))
+        with _at_once():
+            ctx.backward(hidden.sum().cpu(), timeout=TIMEOUT_S)
+    alone = _input()
+    _layer_on(alone, on).sum().backward()  # type: ignore[no-untyped-call]
+    assert alone.grad is not None
+    assert torch.allclose(found[0], alone.grad, rtol=1e-12)
+
+
+# -- passes that fail ------------------------------------------------------------------------------------------------------
+
+
+class _Broken(torch.autograd.Function):
+    """Fails in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        raise ValueError(f"broken on {gradient.device}")
+
+
+def _break_beside_gate(x: Tensor, on: str) -> Tensor:
+    """The node that fails is on the way to a recv, and what was sent waits for the answer of that."""
+    hidden = x.to(on) * 2
+    back = call(1, _to_cpu, hidden)
+    return (_Broken.apply(back.to(on)) * hidden).sum().cpu()  # type: ignore[no-any-return]
+
+
+def _wait_failed(context_id: int) -> bool:
+    """Return whether the pass of a context has failed on this worker, or has never begun."""
+    context = _retrieve_context(context_id)
+    wait_until(lambda: not context.passes, TIMEOUT_S, "that the pass has ended")
+    return not any(context.ended_passes.values())
+
+
+@contextlib.contextmanager
+def _at_once() -> Iterator[None]:
+    """Fail if the block takes half as long as the timeout of a pass."""
+    begun = time.monotonic()
+    yield
+    assert time.monotonic() - begun < TIMEOUT_S / 2
+
+
+def fail_beside_a_gate(on: str, where: str) -> None:
+    """A node fails while, or before, its run waits at a gate; on the root, or on another worker."""
+    with gw.autograd.context() as ctx:
+        hidden = call(0, _layer, _input())
+        loss = _break_beside_gate(hidden, on) if where == "worker0" else call(0, _break_beside_gate, hidden, on)
+        with _at_once(), pytest.raises(BackwardFailed, match=f"broken on {on} .*failed on worker {where}"):
+            ctx.backward(loss, timeout=TIMEOUT_S)
+        assert [call(number, _wait_failed, ctx) for number in range(2)] == [True, True]
+
+
+def leave_a_result_unused(on: str) -> None:
+    """In FAST mode, the gradient that a gate waits for never comes."""
+    with gw.autograd.context() as ctx:
+        hidden = _input().to(on) * 2
+        call(1, _to_cpu, hidden)
+        with _at_once(), pytest.raises(UnsettledSend, match="no gradient will arrive"):
+            ctx.backward(call(0, _layer, hidden).to(on).mul(hidden).sum().cpu(), mode="fast", timeout=TIMEOUT_S)

@@ -1,4 +1,7 @@
-"""Programs for workers with an accelerator: the first one is the root, and calls the others."""
+"""Programs for workers with an accelerator: the first one is the root, and calls the others.
+
+An assertion that fails on a worker is the `AssertionError` of the driver's call, so it fails the test there.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def differentiate(name: str) -> None:
 
 
 def run_several_passes_at_once() -> None:
-    """All of them go through the one thread that torch has for the device."""
+    """All of them compute on the same device."""
 
     def train(number: int) -> None:
         x = _input()
@@ -170,13 +173,13 @@ def hook_an_accumulator() -> None:
     assert x.grad is None
 
 
-# -- what the threads of devices see of the thread that began the run ---------------------------------------------------
+# -- what the code of backward sees -------------------------------------------------------------------------------------
 
 
 class _Probe(torch.autograd.Function):
     """Notes what its backward sees, and where it runs."""
 
-    seen = (0, False)  # the context, and whether that is the thread that began the run
+    seen = (0, False, 0)  # the context, whether that is the thread that began the run, and the current device
     root = 0
 
     @staticmethod
@@ -185,18 +188,22 @@ class _Probe(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        _Probe.seen = ambient.current_context_id(), threading.get_ident() == _Probe.root
+        is_root = threading.get_ident() == _Probe.root
+        _Probe.seen = ambient.current_context_id(), is_root, torch.accelerator.current_device_index()
         return gradient
 
 
 def look_at_the_context() -> None:
-    """Code of the backward pass sees the context of the thread that began it."""
-    x, _Probe.root = _input(), threading.get_ident()
+    """Code of a pass runs in the thread that began it, and as elsewhere in torch on the device of its gradient.
+
+    A local backward still uses the threads of devices, afterwards, too.
+    """
+    x, _Probe.root = _input(ONE), threading.get_ident()
     with gw.autograd.context() as ctx:
         ctx.backward(_Probe.apply(call(0, _tanh, x)).sum())
-        assert _Probe.seen == (ctx, False)
+        assert _Probe.seen == (ctx, True, 1)
     _Probe.apply(x).sum().backward()  # type: ignore[no-untyped-call]
-    assert _Probe.seen == (0, False)
+    assert _Probe.seen == (0, False, 1)
 
 
 def record_what_is_used() -> None:

@@ -1,4 +1,4 @@
-"""Backward passes through tensors on an accelerator, whose nodes torch runs in threads of their own."""
+"""Backward passes through tensors on an accelerator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_programs_give_the_same_as_in_one_process(cluster: Cluster, program: Cal
     cluster.workers[0].call(program)
 
 
-def test_backward_code_in_the_thread_of_a_device_runs_in_the_context(cluster: Cluster) -> None:
+def test_backward_code_runs_in_the_context_and_on_its_device(cluster: Cluster) -> None:
     cluster.workers[0].call(programs.look_at_the_context)
 
 

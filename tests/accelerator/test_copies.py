@@ -18,6 +18,8 @@ from gradwire.cluster.api import Cluster
         copies.fetch_results,
         copies.fetch_a_reference,
         copies.send_gradients,
+        copies.send_gradients_to_oneself,
+        copies.send_gradients_by_a_shortcut,
         copies.send_by_shared_memory,
         copies.send_by_socket,
     ],
@@ -25,6 +27,14 @@ from gradwire.cluster.api import Cluster
 )
 def test_copies_are_in_order(cluster: Cluster, program: Callable[[], None]) -> None:
     cluster.workers[0].call(program)
+
+
+def test_gradients_for_oneself_go_from_any_place_to_any(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.copy_gradients_between_devices)
+
+
+def test_a_copy_for_oneself_does_not_wait_longer_than_the_pass(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.keep_the_deadline_of_a_pass)
 
 
 def test_sparse_gradients_arrive_on_the_device(cluster: Cluster) -> None:

@@ -33,3 +33,25 @@ def test_other_passes_end_while_a_gate_waits(cluster: Cluster) -> None:
 @pytest.mark.parametrize(("on", "inner"), [(ZERO, ZERO), (ZERO, ONE), (ZERO, "cpu"), ("cpu", ZERO)])
 def test_hook_runs_a_pass_that_needs_its_thread(cluster: Cluster, on: str, inner: str) -> None:
     cluster.workers[0].call(gates.run_gated_pass_in_hook, on, inner)
+
+
+@pytest.mark.parametrize("inner", [ZERO, ONE])
+@pytest.mark.parametrize("on", ["cpu", ZERO])
+def test_hook_runs_a_local_backward(cluster: Cluster, on: str, inner: str) -> None:
+    cluster.workers[0].call(gates.run_local_backward_in_hook, on, inner)
+
+
+@pytest.mark.parametrize("on", ["cpu", ZERO])
+def test_hook_waits_for_another_pass_on_its_device(cluster: Cluster, on: str) -> None:
+    cluster.workers[0].call(gates.wait_in_hook_for_another_pass, on)
+
+
+@pytest.mark.parametrize("where", ["worker0", "worker1"])
+@pytest.mark.parametrize("on", [ZERO, ONE])
+def test_error_on_a_device_ends_the_pass_at_once(cluster: Cluster, on: str, where: str) -> None:
+    cluster.workers[0].call(gates.fail_beside_a_gate, on, where)
+
+
+@pytest.mark.parametrize("on", ["cpu", ZERO])
+def test_unused_result_in_fast_mode_is_found_at_once(cluster: Cluster, on: str) -> None:
+    cluster.workers[0].call(gates.leave_a_result_unused, on)

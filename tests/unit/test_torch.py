@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -472,19 +474,50 @@ def test_sequence_number() -> None:
     assert _torch.sequence_number(node) == 7
 
 
-def test_devices_of() -> None:
-    one, other = torch.ones(2, requires_grad=True).unbind()
-    assert _torch.devices_of(one.grad_fn) == [torch.device("cpu")] * 2
-    assert _torch.devices_of((torch.ones(2, requires_grad=True) * other).grad_fn) == [torch.device("cpu")]
-
-
-def test_current_graph_task_id() -> None:
+def test_uses_device_threads() -> None:
+    """Where runs go by it needs an accelerator: tests/accelerator/test_backward.py."""
+    assert _torch.uses_device_threads()
+    seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
-    seen = []
-    x.register_hook(lambda _: seen.append(_torch.current_graph_task_id()))  # type: ignore[no-untyped-call]
-    x.sum().backward()  # type: ignore[no-untyped-call]
-    assert seen != [_torch.NO_GRAPH_TASK]
-    assert _torch.current_graph_task_id() == _torch.NO_GRAPH_TASK
+    x.register_hook(lambda _: seen.append(_torch.uses_device_threads()))  # type: ignore[no-untyped-call]
+    _torch.set_uses_device_threads(False)
+    try:
+        x.sum().backward()  # type: ignore[no-untyped-call]
+        with ThreadPoolExecutor(1) as other:
+            seen.append(other.submit(_torch.uses_device_threads).result(10.0))
+    finally:
+        _torch.set_uses_device_threads(True)
+    assert seen == [False, True]
+
+
+@pytest.mark.parametrize("call", ["backward", "grad"])
+def test_local_backward_code(call: str) -> None:
+    """The frame of the function that calls the engine is that of the caller of its nodes."""
+    callers: list[Any] = []
+
+    class Looks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+    class Node:
+        def apply(self, gradient: torch.Tensor) -> torch.Tensor:
+            callers.append(sys._getframe(1).f_code)
+            return gradient
+
+    node = _torch.backward_class(Looks)
+    _torch.set_backward_class(Looks, type(node.__name__, (Node, node), {}))
+    x = torch.ones(2, requires_grad=True)
+    y = _torch.function_apply(Looks)(x)
+    if call == "backward":
+        y.sum().backward()
+    else:
+        torch.autograd.grad(y.sum(), [x])
+    y = _torch.function_apply(Looks)(x)
+    _torch.run_backward(
+        (y.sum(),), (torch.ones(()),), False, False, (x,), allow_unreachable=True, accumulate_grad=False
+    )
+    assert callers == [_torch.local_backward_code, sys._getframe().f_code]
 
 
 def test_hook_mixin() -> None:

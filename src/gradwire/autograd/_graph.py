@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from gradwire._torch import devices_of, leaf_hooks, sequence_number, set_sequence_number
+from gradwire._torch import leaf_hooks, sequence_number, set_sequence_number
 from gradwire.autograd._backward_state import Component, Origin
 from gradwire.autograd.functions import AccumulateGrad, RecvNode
 
@@ -28,7 +28,6 @@ class Recv(Protocol):
     def num_tensors(self) -> int: ...
 
 
-_RUN_BY_CALLER = ("cpu", "meta", "lazy")  # devices whose nodes run in the thread that calls the engine
 _ROOTS = 0  # index of the roots among the sources; sends follow in the order in which they were made
 
 
@@ -194,14 +193,3 @@ class LocalGraph:
         for node in self._owner:
             if sequence_number(node) == 0:
                 set_sequence_number(node, 1)
-
-    def devices_in(self, index: int) -> list[torch.device]:
-        """Return the accelerators on which the engine runs nodes of a component, each once."""
-        if torch.accelerator.current_accelerator() is None:
-            return []
-        found: dict[torch.device, None] = {}
-        for node, source in self._owner.items():
-            for device in devices_of(node):
-                if device.type not in _RUN_BY_CALLER and self._component_of[self._find(source)] == index:
-                    found[device] = None
-        return list(found)

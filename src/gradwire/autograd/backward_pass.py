@@ -6,7 +6,6 @@ asks the state, and returns the actions.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -142,15 +141,10 @@ class BackwardPass:
         self.totals: dict[torch.Tensor, torch.Tensor | None] = {}
         self._arrived: dict[int, Gradients] = {}
         self._num_sent = self._num_received = 0  # messages of the pass, for the stall probe
-        # Sends that a run is blocked on at a gate, and whether the whole run is blocked: devices may still be computing.
-        self._gates: dict[int, bool] = {}
+        self._gates: set[int] = set()  # sends that a run is blocked on at a gate
         self.error: BaseException | None = None  # why it failed, on the root
         self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
-        # On the root, if a hook called backward: the thread that has to run all components, 0 for any that is not in a run
-        # of the engine; and the components that wait for that thread.
-        self.runs_in: int | None = None
-        self.errands: list[Action] = []
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -268,14 +262,10 @@ class BackwardPass:
                 raise PassDropped
             return self.state.recv_fired(message_id)
 
-    def capture(self, message_id: int, gradients: Gradients) -> Gradients:
-        """Return copies of gradients on the devices of the tensors of a send, if it is one; `came_back` checks them."""
-        send = self.sends.get(message_id)
-        devices = send.devices if send is not None else []
-        return [
-            item if item is None else item.to(device or item.device, copy=True)
-            for item, device in itertools.zip_longest(gradients, devices[: len(gradients)])
-        ]
+    def capture(self, message_id: int, defined: Sequence[bool], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Return copies of gradients for a send, of those tensors that have one; see `RecordedSend.capture`."""
+        send = self.sends.get(message_id)  # if it is not one, the gradients are refused later
+        return gradients if send is None else send.capture(defined, gradients, self.deadline)
 
     def came_back(self, via: int, answers: dict[int, Gradients | None]) -> list[Action]:
         """Handle the answers of a recv with a shortcut to sends of this worker, which another worker passed back to it."""
@@ -383,32 +373,19 @@ class BackwardPass:
 
     # -- waiting -------------------------------------------------------------------------------------------------------
 
-    def wait(self, send: int | None, seconds: float, *, stands_still: bool = True) -> bool:
+    def wait(self, send: int | None, seconds: float) -> bool:
         """Wait until a send is settled or the pass is over; False if neither happened in time, and to be called again."""
         with self._lock:
             if not self._may_go_on(send):
-                if self.errands and send is None:
-                    return False
                 self._moved = self._moved or threading.Condition(self._lock)
                 if send is not None:
-                    self._gates[send] = stands_still
+                    self._gates.add(send)
                 _interrupts.wait(self._moved, seconds)
                 if not self._may_go_on(send):
                     return False
                 if send is not None:
-                    self._gates.pop(send, None)
+                    self._gates.discard(send)
             return True
-
-    def leave_errand(self, action: Action) -> None:
-        """Leave a component to the thread that called backward."""
-        with self._lock:
-            self.errands.append(action)
-            self._wake()
-
-    def take_errands(self) -> list[Action]:
-        with self._lock:
-            errands, self.errands = self.errands, []
-            return errands
 
     def _may_go_on(self, send: int | None) -> bool:
         return self.state.is_over or (send is not None and self.state.is_settled(send))
@@ -428,7 +405,7 @@ class BackwardPass:
                     WaitingSend(message_id, worker, name_of(send.peer), send.function, str(send.site), is_gate)
                 )
             # A run that has not started yet, or whose gate is open, waits only for its thread.
-            num_standing = sum(is_still and not self.state.is_settled(gate) for gate, is_still in self._gates.items())
+            num_standing = sum(not self.state.is_settled(gate) for gate in self._gates)
             return PassSnapshot(
                 worker,
                 not self.state.is_over,

@@ -25,7 +25,7 @@ from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownCon
 from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.rpc.connection import while_waiting
 from gradwire.types import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
-from gradwire.wire.devices import move
+from gradwire.wire.devices import copy, move
 from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
@@ -143,12 +143,20 @@ class RecordedSend:
 
     def place(self, defined: Sequence[bool], gradients: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients, of those tensors that have one, on the devices of the tensors."""
-        devices = [device for is_defined, device in zip(defined, self.devices, strict=False) if is_defined]
+        devices = self._devices_of(defined)
         return move(gradients, devices[: len(gradients)]) + gradients[len(devices) :]  # `check` compares the numbers
 
-    @property
-    def devices(self) -> list[torch.device]:
-        return [device for _, _, device in self._metadata]
+    def capture(self, defined: Sequence[bool], gradients: list[torch.Tensor], deadline: float) -> list[torch.Tensor]:
+        """Return copies of gradients as `place` does, for a message to oneself.
+
+        As if they had come from another worker: any thread can use them, and two leaves, or a leaf and the caller's gradient
+        do not share memory.
+        """
+        devices = self._devices_of(defined)
+        return copy(gradients, devices + [item.device for item in gradients[len(devices) :]], deadline)
+
+    def _devices_of(self, defined: Sequence[bool]) -> list[torch.device]:
+        return [device for is_defined, (_, _, device) in zip(defined, self._metadata, strict=False) if is_defined]
 
     def check(self, gradients: Gradients) -> None:
         """Raise `AutogradError` if gradients do not fit the tensors that were sent."""

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import threading
 import time
 import weakref
@@ -30,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 
-from gradwire._torch import NO_GRAPH_TASK, current_graph_task_id, is_any_autocast_enabled
+from gradwire._torch import is_any_autocast_enabled
 from gradwire.autograd._backward_state import Action, Fail, Introduction, PassPhase, Report, RunComponent, Tell
 from gradwire.autograd.backward_pass import (
     NO_ROOTS,
@@ -52,11 +51,11 @@ from gradwire.autograd.context import (
     RecordedRecv,
     find_call_site,
 )
-from gradwire.autograd.current_context import carry_into_threads, current_run
+from gradwire.autograd.current_context import carry_into_threads
 from gradwire.autograd.explanation import Prober
 from gradwire.autograd.functions import Gradients
 from gradwire.autograd.interceptor import AutocastInterceptor, AutogradInterceptor
-from gradwire.autograd.local_engine import Found, Sources, run_component, run_ready_nodes
+from gradwire.autograd.local_engine import Found, Sources, run_component
 from gradwire.autograd.messages import (
     NO_ID,
     WHERE_CHARS,
@@ -93,8 +92,6 @@ _TELL_S = 0.2  # how long to wait for a worker that does not read, when it is to
 _CONNECT_S = 10.0
 _OWE_S = 0.02  # how long a commit may wait to travel with another message; the timer runs as often anyway
 _NOTHING_DUE: tuple[int, frozenset[int], float] = (NO_ID, frozenset(), 0.0)
-_FIRST_SLICE_S, _LAST_SLICE_S = 50e-6, 1e-3  # how long a gate waits before its thread runs the nodes that are ready
-_NEVER = float("inf")
 _READ_S = (
     0.001  # how long a thread reads before it sleeps; meanwhile it does not notice what other threads do for the pass
 )
@@ -197,8 +194,6 @@ class DistEngine:
         if current is None:
             raise UnknownContext(f"context {context_id} was released while backward was starting")
         self.num_passes += 1
-        if current_graph_task_id() != NO_GRAPH_TASK:  # in a hook
-            current.runs_in = self._choose_runner()
         has_returned = False
         try:
             actions, current.begun = current.begun, []
@@ -220,17 +215,6 @@ class DistEngine:
                 del failure  # its traceback holds this frame, and with it all that the pass recorded
         return current.gradients
 
-    @staticmethod
-    def _choose_runner() -> int:
-        """Return the thread that is to run components of a pass that a hook has begun; 0 for any that is not in a run.
-
-        Other threads cannot run nodes of a device whose thread is in the hook. The thread that began a run of ours must not:
-        while it waits for nodes on devices, it may come upon a gate of that run, and not get out before the hook has ended.
-        """
-        run = current_run.get()
-        here = threading.get_ident()
-        return 0 if run is not None and run.thread == here else here
-
     def _leave(self, current: BackwardPass) -> None:
         """End a pass after Ctrl-C: the others must not wait for this worker."""
         if not current.state.is_over:
@@ -241,7 +225,7 @@ class DistEngine:
         with while_waiting():
             # This thread helps if torch is configured in it as in the threads that usually run passes.
             is_plain = torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())
-            if is_plain and current.runs_in is None:
+            if is_plain:
                 self._read_along(current)
             if not current.state.is_over:
                 self._wait(current, None)
@@ -254,25 +238,15 @@ class DistEngine:
             if not self._agent.server.take_notices(ranks, _READ_S, lambda: current.state.is_over, is_own):
                 return
 
-    def _wait(self, current: BackwardPass, send: int | None, devices: Sequence[torch.device] = ()) -> None:
-        """Wait until a send is settled or the pass is over, and watch the pass meanwhile.
-
-        A run with nodes on these devices continues there, and has nodes for this thread from time to time.
-        """
+    def _wait(self, current: BackwardPass, send: int | None) -> None:
+        """Wait until a send is settled or the pass is over, and watch the pass meanwhile."""
         detector = current.detector
         if detector is None:
             detector = current.detector = StallDetector(self._agent, self.prober, current)
-        slice_s, longest_s = (_FIRST_SLICE_S, _LAST_SLICE_S) if devices else (_NEVER, _NEVER)
-        turns = itertools.cycle(devices)
-        while not current.wait(send, min(slice_s, detector.pause_s()), stands_still=not devices):
+        while not current.wait(send, detector.pause_s()):
             problem = detector.look()
             if problem is not None:
                 self.fail(current, *problem)
-            elif send is None and current.errands:
-                self._perform(current, current.take_errands())
-            elif devices:
-                run_ready_nodes(next(turns))
-                slice_s = min(2 * slice_s, longest_s)
         if current.state.is_over:
             current.detector = None  # it holds the pass: the two would stay until the garbage collector comes
 
@@ -289,8 +263,7 @@ class DistEngine:
                 for action in actions:
                     kind = type(action)
                     if kind is RunComponent:
-                        if current.runs_in is None or self._runs_here(current, action):
-                            runs.append(action)  # type: ignore[arg-type]
+                        runs.append(action)  # type: ignore[arg-type]
                     elif kind is Report:
                         operation = "reporting to the root"
                         following += self._report(current, action)  # type: ignore[arg-type]
@@ -313,17 +286,6 @@ class DistEngine:
             # In a service thread it comes from user code, and would stop the reader of a connection.
             if isinstance(error, KeyboardInterrupt) and not self._agent.reactor.is_service_thread():
                 raise
-
-    def _runs_here(self, current: BackwardPass, action: Action) -> bool:
-        """Whether this thread is to run a component of a pass that a hook has begun; if not, leave it to another one."""
-        if current.runs_in == 0:
-            if current_graph_task_id() != NO_GRAPH_TASK:
-                self._perform_soon(current, [action])
-                return False
-        elif current.runs_in != threading.get_ident():
-            current.leave_errand(action)
-            return False
-        return True
 
     def _perform_soon(self, current: BackwardPass, actions: Sequence[Action]) -> None:
         self._agent.reactor.run_soon(functools.partial(self._perform, current, actions))
@@ -363,8 +325,9 @@ class DistEngine:
             current.context.context_id, current.pass_id, current.options, items, introduction, report
         )
         if peer == self._own:
-            # Captured as gradients for other workers are: two leaves, or a leaf and the caller's gradient, share no memory.
-            values = [tensor.to("cpu", copy=True) for tensor in tensors]
+            values = list(tensors)
+            if values:  # of one message
+                values = current.capture(items[0].message_id, items[0].defined or (), values)
             self._agent.reactor.run_soon(lambda: self._on_propagate(self._agent.info, note, values))
         else:
             name = self._names.get(peer) or self.name_of(peer)
@@ -735,7 +698,7 @@ class DistEngine:
 class _Run:
     """A run of the local engine through one component, and what the nodes of messages do in it."""
 
-    __slots__ = ("_action", "_devices", "_engine", "_pass", "ambient_id", "following", "thread")
+    __slots__ = ("_action", "_engine", "_pass", "ambient_id", "following", "thread")
 
     def __init__(self, engine: DistEngine, current: BackwardPass, action: RunComponent) -> None:
         self._engine = engine
@@ -743,7 +706,6 @@ class _Run:
         self._action = action  # the component, and its sends that may have a gradient
         self.following: list[Action] = []  # actions to perform when it has ended
         self.thread = self.ambient_id = 0
-        self._devices: Sequence[torch.device] = ()  # those of a run that has gates
 
     def run(self) -> Found:
         """Run the component; return the gradients of its leaves."""
@@ -758,7 +720,6 @@ class _Run:
             if not current.state.is_settled(send):
                 waiting.append((send, current.sends[send].output))
         if waiting:
-            self._devices = current.graph.devices_in(index)
             current.graph.make_room_below()
             unsettled = {send for send, _ in waiting}
             sources.add_gated([current.sends[send].output for send in sends if send not in unsettled], waiting)
@@ -827,8 +788,8 @@ class _Run:
         current = self._pass
         settled: dict[int, Gradients | None] = {}
         for (worker, message_id), answer in follow_routes(recv, routes, gradients).items():
-            if worker == current.own:  # captured, as for other workers: two leaves share no memory
-                settled[message_id] = answer and current.capture(message_id, answer)
+            if worker == current.own:
+                settled[message_id] = answer and self._capture(message_id, answer)
             else:
                 origin = RecordedRecv(message_id, worker, recv.function, recv.node)
                 self._answer(origin, answer or (), worker in current.state.lost, False, recv.peer)
@@ -840,6 +801,12 @@ class _Run:
             elif actions:  # with several sources, this run may wait for an action that its own start caused
                 self._engine._perform_soon(current, actions)
 
+    def _capture(self, message_id: int, gradients: Gradients) -> Gradients:
+        defined = [gradient is not None for gradient in gradients]
+        present = [gradient for gradient in gradients if gradient is not None]
+        copies = iter(self._pass.capture(message_id, defined, present))
+        return [next(copies) if is_defined else None for is_defined in defined]
+
     def gradients_of(self, message_id: int) -> Gradients:
         return self._pass.gradients_of(message_id)
 
@@ -848,6 +815,6 @@ class _Run:
         current = self._pass
         if not current.state.is_settled(message_id):
             with while_waiting():
-                self._engine._wait(current, message_id, self._devices)
+                self._engine._wait(current, message_id)
         if current.state.is_over:
             raise PassDropped

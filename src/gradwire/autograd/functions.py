@@ -11,13 +11,19 @@ decided by the run of the engine that has reached them (`current_context.LocalRu
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from gradwire._torch import backward_class, function_apply, set_backward_class, set_sequence_number
+from gradwire._torch import (
+    backward_class,
+    function_apply,
+    local_backward_code,
+    set_backward_class,
+    set_sequence_number,
+)
 from gradwire.autograd.current_context import current_run
 from gradwire.errors import AutogradError
 
@@ -82,19 +88,6 @@ class Gate(torch.autograd.Function):
         return nothing
 
 
-class Detour(torch.autograd.Function):
-    """Takes a run through the thread of a device, and does nothing there."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        ctx.set_materialize_grads(False)
-        return torch.empty(0, device=device)
-
-    @staticmethod
-    def backward(ctx: Any, *_: torch.Tensor | None) -> tuple[None, None]:
-        return None, None
-
-
 class _RecvNode:
     """The backward of a recv, which also notes whether hooks were registered on it: only the engine can run those.
 
@@ -107,7 +100,9 @@ class _RecvNode:
 
     def apply(self, *gradients: torch.Tensor | None) -> tuple[None, None, None, None]:
         run = current_run.get()
-        if run is None:
+        caller = sys._getframe().f_back  # None in a thread that torch starts where runs are nested too deeply
+        if run is None or (caller is not None and caller.f_code is local_backward_code):
+            # The second in a hook of a run: it is not the run that got here.
             raise _outside("a tensor received from another worker")
         run.fire(self.context_id, self.message_id, gradients)
         return None, None, None, None
@@ -174,13 +169,6 @@ def make_gates(sends: Sequence[tuple[int, torch.Tensor]]) -> torch.Tensor:
             set_sequence_number(gate.grad_fn, 0)
             chain = [gate]
     return chain[0]
-
-
-@functools.cache
-def make_detour(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where a run through the thread of a device begins, and its gradient; it ends at the anchor."""
-    with torch.enable_grad():
-        return function_apply(Detour)(ANCHOR, device), torch.empty(0, device=device)
 
 
 def _kinds() -> tuple[Any, Any]:

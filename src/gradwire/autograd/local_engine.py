@@ -21,10 +21,17 @@ from torch.autograd.graph import GradientEdge
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwire._interrupts import interruptible
-from gradwire._torch import hook_mixin, leaf_hooks, post_accumulate_hooks, run_backward
+from gradwire._torch import (
+    hook_mixin,
+    leaf_hooks,
+    post_accumulate_hooks,
+    run_backward,
+    set_uses_device_threads,
+    uses_device_threads,
+)
 from gradwire.autograd import anomaly_mode
 from gradwire.autograd.current_context import LocalRun, begin_run, current_run
-from gradwire.autograd.functions import ANCHOR, Gradients, make_detour, make_gates
+from gradwire.autograd.functions import ANCHOR, Gradients, make_gates
 from gradwire.autograd.messages import PassOptions
 from gradwire.errors import AutogradError
 from gradwire.params.grads import GradClaim, GradientTable, keep_apart
@@ -74,7 +81,8 @@ def run_component(
     run: LocalRun, sources: Sources, inputs: Sequence[torch.Tensor], options: PassOptions, context: UsesParameters
 ) -> Found:
     """Run the engine from the sources; return the gradients of the inputs that it reached."""
-    arguments = tuple(sources.edges), tuple(sources.gradients), options, (*inputs, ANCHOR)
+    keeps_graph = options.retain_graph or options.create_graph
+    arguments = tuple(sources.edges), tuple(sources.gradients), keeps_graph, options.create_graph, (*inputs, ANCHOR)
     is_saving = options.create_graph and bool(guarded_params)
     outer = begin_run(run)
     try:
@@ -84,9 +92,9 @@ def run_component(
                     stack.enter_context(anomaly_mode.detecting())
                 if is_saving:  # a recorded pass saves what the forward pass saved: aliases of shared parameters
                     stack.enter_context(saving(context))
-                results = _run_user_code(*arguments)
+                results = _run_here(*arguments)
         else:
-            results = _run_user_code(*arguments)
+            results = _run_here(*arguments)
     finally:
         current_run.set(outer)
     found: Found = []
@@ -101,29 +109,32 @@ def run_component(
 
 
 @interruptible  # the engine runs hooks and functions of the user
-def _run_user_code(
-    edges: tuple[Edge, ...], gradients: tuple[torch.Tensor, ...], options: PassOptions, inputs: tuple[torch.Tensor, ...]
+def _run_here(
+    edges: tuple[Edge, ...],
+    gradients: tuple[torch.Tensor, ...],
+    keeps_graph: bool,
+    is_recorded: bool,
+    inputs: tuple[torch.Tensor, ...] = (),  # if there are none, gradients are accumulated
 ) -> Any:
-    return run_backward(
-        edges,
-        gradients,
-        options.retain_graph or options.create_graph,
-        options.create_graph,
-        inputs,
-        allow_unreachable=True,
-        accumulate_grad=False,
-    )
+    """Run the engine in this thread alone.
 
-
-@interruptible  # it may run hooks and functions of the user
-def run_ready_nodes(device: torch.device) -> None:
-    """Run nodes that wait for this thread, which is inside of a node of the engine itself, if there are any.
-
-    The engine gives nodes of the CPU to the thread that called it, when that is done with the node that it has. A run inside
-    of a run shares the queue. While it is away in the thread of a device, this thread takes whatever else is there.
+    A node that waits, or a hook, holds up its thread. A thread of a device serves all runs of the process; and while the
+    thread that began a run waits at a gate, it cannot run a node of the CPU that a device has made ready.
     """
-    handle, gradient = make_detour(device)
-    run_backward((handle,), (gradient,), True, False, (ANCHOR,), allow_unreachable=True, accumulate_grad=False)
+    before = uses_device_threads()
+    try:
+        set_uses_device_threads(False)
+        return run_backward(
+            edges,
+            gradients,
+            keeps_graph,
+            is_recorded,
+            inputs,
+            allow_unreachable=True,
+            accumulate_grad=not inputs,
+        )
+    finally:
+        set_uses_device_threads(before)
 
 
 _WAIT_S = 60.0
@@ -248,7 +259,7 @@ def run_accumulators(
                 hook.seen = table[leaf]
             if is_recorded:
                 _silence_cycle_warning()
-            _accumulate(tuple(edges.values()), tuple(table[leaf] for leaf in leaves), is_recorded)
+            _run_here(tuple(edges.values()), tuple(table[leaf] for leaf in leaves), is_recorded, is_recorded)
             after = [leaf.grad for leaf in leaves]
         finally:
             for hook, _ in quiet:
@@ -263,11 +274,6 @@ def run_accumulators(
         else:  # a reducer keeps using the memory that it assigned to .grad
             table[leaf] = gradient if reducer is None else gradient.clone()
     return totals
-
-
-@interruptible  # the engine runs hooks of the user
-def _accumulate(edges: tuple[GradientEdge, ...], gradients: tuple[torch.Tensor, ...], is_recorded: bool) -> None:
-    run_backward(edges, gradients, is_recorded, is_recorded, (), allow_unreachable=True, accumulate_grad=True)
 
 
 @functools.cache

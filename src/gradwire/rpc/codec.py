@@ -218,7 +218,7 @@ class Codec:
         """Return the tensors of a message on the devices that it names, as `devices` says if they have other names here."""
         values: list[torch.Tensor] = []
         buffers, are_placed = iter(frame.buffers), devices is not ON_HOST
-        is_on_device = are_placed and devices is not None  # whether any may be
+        is_on_device = bool(devices and devices.get("cpu") != "cpu")  # whether any may be
         try:
             for meta in message.tensors:
                 values.append(rebuild(meta, buffers, devices))

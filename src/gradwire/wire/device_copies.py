@@ -1,10 +1,12 @@
 """Copies between the host's memory and devices, on streams of gradwire's own.
 
 Imported with the first tensor that is not on the CPU. For each device there is one stream for each direction, so that copies
-overlap with what the program computes, and neither direction waits for the other. The whole device is never waited for.
+overlap with what the program computes, and no direction waits for another. The whole device is never waited for.
 
     to the host     the program's stream: event -> our stream: wait, copy, event -> the host waits, then sends the bytes
     to a device     our stream: allocate, copy, event -> the host waits, then uses the tensor
+    on devices      the program's stream: event -> our stream: wait, allocate, copy, event -> the host waits, then another
+                    thread uses the tensor, on whichever stream
 
 The host waits once for all tensors of a message. In between it holds no lock, and the program's stream goes on. It waits by
 asking, because only that has a time limit.
@@ -36,6 +38,7 @@ from gradwire.wire.tensors import sparse_parts, view_bytes
 
 _TO_HOST: Final = "to the host"
 _TO_DEVICE: Final = "to the device"
+_ON_DEVICES: Final = "on devices"
 _ARRIVE_S: Final = 60.0  # for copies to a device, which wait for nothing but each other
 _CLOSE_S: Final = 5.0  # for copies of a message that is not sent after all
 _MAX_LOOKS: Final = 50  # before sleeping: a copy of a few kilobytes takes as long
@@ -158,6 +161,53 @@ def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> li
     finally:
         wait_arrived(moved)
     return moved
+
+
+def copy(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
+    """Return copies of tensors on devices, the CPU included. They are there when this returns, whichever thread uses them.
+
+    Raises:
+        NoSuchDevice: This process has no such device.
+        TimeoutError: The deadline has passed: a device is still computing one of the tensors, or copying it.
+    """
+    to_host, between = HostCopies(), dict[torch.device, torch.Stream]()
+
+    def launch(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if tensor.is_cpu and device.type == "cpu":
+            return tensor.to(device, copy=True)
+        if tensor.layout is not torch.strided:
+            return _with_parts(tensor, [launch(part, device) for part in sparse_parts(tensor)])
+        if tensor.is_cpu:
+            return launch_to_device(tensor, device)
+        return to_host.launch(tensor) if device.type == "cpu" else _launch_on_devices(tensor, device, between)
+
+    made: list[torch.Tensor] = []
+    try:
+        for tensor, device in zip(tensors, devices, strict=True):
+            made.append(launch(tensor, device))
+    finally:
+        wait_arrived(copied for copied, tensor in zip(made, tensors, strict=False) if tensor.is_cpu)
+        _wait_for(between, deadline)
+        to_host.wait(deadline)
+    return made
+
+
+def _launch_on_devices(
+    tensor: torch.Tensor, device: torch.device, streams: dict[torch.device, torch.Stream]
+) -> torch.Tensor:
+    """Begin to copy a dense tensor of a device to the same or another one, and note the stream to wait for."""
+    stream = _stream_of(device, _ON_DEVICES)
+    if stream is None:
+        return tensor.to(device, copy=True)
+    stream.wait_event(torch.accelerator.current_stream(tensor.device).record_event())
+    with stream:
+        made = torch.empty_like(tensor, device=device)
+        made.copy_(tensor, non_blocking=True)
+    if tensor.device == device:  # otherwise it is read by the current stream of its own device
+        tensor.record_stream(stream)
+    made.record_stream(torch.accelerator.current_stream(device))
+    streams[device] = stream
+    return made
 
 
 def _with_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -87,7 +87,7 @@ def describe(
     index = _DTYPE_INDEX.get(tensor.dtype)
     if (
         index is None
-        or devices is not None
+        or (devices and devices.get("cpu") != "cpu")
         or type(tensor) is not _TENSOR
         or tensor.layout is not _STRIDED
         or not tensor.is_cpu
@@ -344,7 +344,7 @@ def rebuild(meta: TensorMeta, buffers: Iterator[Any], devices: DeviceNames | Non
         tensor = torch.empty(shape, dtype=DTYPES[dtype], device="meta" if device == "meta" else None)
         if device != "meta":
             next(buffers)
-    if (device or devices is not None) and not tensor.is_meta:
+    if (device or (devices and devices.get("cpu") != "cpu")) and not tensor.is_meta:
         tensor = place(tensor, device, devices)
     if not flags:
         return tensor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire import rpc
+from gradwire import _torch, rpc
 from gradwire.autograd.current_context import begin_run, current_run
 from gradwire.autograd.functions import ANCHOR, Gradients, RecvNode, make_gates, make_recv, make_send
 from gradwire.errors import AutogradError
@@ -36,11 +36,16 @@ class Run:
         self.waited.append(message_id)
 
 
-def run_backward(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
+def call_engine(outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
     handles = [torch.ones_like(output) for output in outputs]
+    arguments = tuple(outputs), tuple(handles), True, False, (*inputs, ANCHOR)
+    return list(_torch.run_backward(*arguments, allow_unreachable=True, accumulate_grad=False))
+
+
+def run_backward(run: Run, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> list[torch.Tensor | None]:
     outer = begin_run(run)
     try:
-        return list(torch.autograd.grad(outputs, [*inputs, ANCHOR], handles, allow_unused=True))
+        return call_engine(outputs, inputs)
     finally:
         current_run.set(outer)
 
@@ -145,6 +150,28 @@ def test_plain_backward_of_a_remote_result_says_what_to_do(trio: list[Agent]) ->
         assert x in ctx.gradients()
 
 
+def test_plain_backward_in_a_hook_does_not_answer_for_the_run(trio: list[Agent]) -> None:
+    """It sent its own gradient to the other worker, in the place of the one that the run computed."""
+    x = torch.ones(3, requires_grad=True)
+    seen: list[Exception] = []
+
+    def call_backward(_: torch.Tensor) -> None:
+        with torch.enable_grad():
+            loss = (received * 5).sum()
+        try:
+            torch.autograd.backward(loss)
+        except AutogradError as error:
+            seen.append(error)
+
+    with gw.autograd.context() as ctx:
+        received = rpc.rpc_sync("b", torch.mul, args=(x, 3))
+        doubled = received * 2
+        doubled.register_hook(call_backward)
+        ctx.backward(doubled.sum())
+        assert torch.equal(ctx.gradients()[x], torch.full((3,), 6.0))
+    assert "use gradwire.autograd.backward" in str(seen[0])
+
+
 # -- gates -------------------------------------------------------------------------------------------------------------
 
 
@@ -195,7 +222,7 @@ def test_runs_nest_and_belong_to_one_thread() -> None:
 
     def run_elsewhere() -> None:
         try:
-            torch.autograd.backward(received.sum(), retain_graph=True)
+            call_engine([received.sum()], [])
         except AutogradError as error:
             errors.append(error)
 
@@ -205,7 +232,7 @@ def test_runs_nest_and_belong_to_one_thread() -> None:
         thread = threading.Thread(target=run_elsewhere, name="has-no-run")
         thread.start()
         thread.join(10)
-        torch.autograd.grad([received.sum()], [ANCHOR], allow_unused=True)
+        call_engine([received.sum()], [])
     finally:
         current_run.set(before)
     assert set(inner.fired) == {8}
