@@ -19,11 +19,11 @@ unpacks it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
@@ -32,18 +32,20 @@ import torch
 from gradwire import _interrupts
 from gradwire.config import MIB
 from gradwire.wire.devices import NoSuchDevice
-from gradwire.wire.tensors import sparse_parts, view_bytes
+from gradwire.wire.tensors import LAYOUTS, sparse_parts, view_bytes
 
 _TO_HOST: Final = "to the host"
 _TO_DEVICE: Final = "to the device"
 _ARRIVE_S: Final = 60.0  # for copies to a device, which wait for nothing but each other
-_CLOSE_S: Final = 5.0  # for copies of a message that is not sent after all
 _MAX_LOOKS: Final = 50  # before sleeping: a copy of a few kilobytes takes as long
 _NAPS_S: Final = (0.00002, 0.001)  # the first, and the longest
 _PINNED_UP_TO: Final = 256 * MIB  # torch keeps pinned memory for good
 
 _lock = threading.Lock()  # guards additions to the dict below
 _streams: dict[tuple[torch.device, str], torch.Stream | None] = {}  # None: its backend cannot make streams
+
+_Abandoned = tuple[list[torch.Event], list[torch.Tensor], Callable[[], None]]
+_abandoned: deque[_Abandoned] = deque()  # copies of messages that were not sent; single operations only, no lock
 
 
 # To the host
@@ -55,7 +57,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}  # those with copies that were not waited for
         self._kept: list[torch.Tensor] = []  # both ends of them
-        self._has_targets = False  # memory that was given by the caller
+        if _abandoned:
+            _release_abandoned()
 
     def launch(self, part: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
         """Begin to copy a dense tensor of a device, and return the contiguous tensor of the host that it is copied to.
@@ -77,7 +80,6 @@ class HostCopies:
             made.copy_(part, non_blocking=True)
         part.record_stream(stream)
         self._kept += (part, made)
-        self._has_targets = self._has_targets or target is not None
         return made
 
     def launch_bytes(self, part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
@@ -96,20 +98,27 @@ class HostCopies:
             self._streams.clear()
             self._kept.clear()
 
-    def close(self, deadline: float | None) -> bool:
-        """Give up, after an error. Return whether targets may be used for something else.
+    def abandon(self, on_over: Callable[[], None]) -> None:
+        """Give up, after an error; call `on_over` when no target is written to any more, at once if that is now.
 
-        torch keeps what it allocated until the device has done with it. Targets have to be waited for here; they are still
-        in use if the deadline has passed.
+        If the device is not ready, that is when a later message has tensors of devices. What torch allocated needs no such
+        care: it is not used for anything else before the device is done with it.
         """
-        latest = time.monotonic() + _CLOSE_S
-        if self._has_targets:
-            with contextlib.suppress(Exception):  # the error that led here is the one to tell
-                self.wait(latest if deadline is None else min(latest, deadline))
-        is_over = not (self._has_targets and self._streams)
-        self._streams.clear()
-        self._kept.clear()
-        return is_over
+        _abandoned.append(([stream.record_event() for stream in self._streams.values()], self._kept, on_over))
+        self._streams, self._kept = {}, []
+        _release_abandoned()
+
+
+def _release_abandoned() -> None:
+    for _ in range(len(_abandoned)):
+        try:
+            events, kept, on_over = _abandoned.popleft()
+        except IndexError:  # another thread does the same
+            return
+        if all(event.query() for event in events):
+            on_over()
+        else:
+            _abandoned.append((events, kept, on_over))
 
 
 def _empty_on_host(part: torch.Tensor) -> torch.Tensor:
@@ -136,8 +145,20 @@ def launch_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.
         made = torch.empty_like(tensor, device=device)
         if tensor.numel():
             made.copy_(tensor, non_blocking=True)
-    made.record_stream(torch.accelerator.current_stream(device))
+    record_use([made])
     return made
+
+
+def record_use(tensors: Iterable[torch.Tensor]) -> None:
+    """Keep the memory of tensors that were launched to devices for the current streams of this thread, too.
+
+    For each thread that gets them: the one that unpacks a message need not be the one that uses what it brought.
+    """
+    for tensor in tensors:
+        if not tensor.is_meta and _streams.get((tensor.device, _TO_DEVICE)) is not None:
+            stream = torch.accelerator.current_stream(tensor.device)
+            for part in (tensor,) if tensor.layout is torch.strided else sparse_parts(tensor):
+                part.record_stream(stream)
 
 
 def wait_arrived(tensors: Iterable[torch.Tensor]) -> None:
@@ -146,18 +167,72 @@ def wait_arrived(tensors: Iterable[torch.Tensor]) -> None:
     _wait_for({device: stream for device, stream in found.items() if stream is not None}, time.monotonic() + _ARRIVE_S)
 
 
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy a tensor of the host to one that is on a device already; return when it is there.
+
+    The program may be using the tensor, so this is work of its current stream. Other tensors do not wait for it.
+    """
+    device = target.device
+    is_later = _stream_of(device, _TO_DEVICE) is not None
+    target.copy_(values, non_blocking=is_later)
+    if is_later:
+        _wait_for({device: torch.accelerator.current_stream(device)}, time.monotonic() + _ARRIVE_S)
+
+
+# Either way
+
+
 def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return tensors of the host on devices; those that stay on the CPU are returned as they are."""
-    moved: list[torch.Tensor] = []
+    """Return tensors on devices, the CPU included; those that are there as they are. Autograd records it.
+
+    Raises:
+        NoSuchDevice: This process has no such device.
+    """
+    to_host, arriving, moved = HostCopies(), [], []
     try:
         for tensor, device in zip(tensors, devices, strict=True):
-            is_there = tensor.device == device
-            moved.append(
-                tensor if is_there else launch_to_device(tensor, device) if tensor.is_cpu else tensor.to(device)
-            )
+            if not _can_launch(tensor, device):  # from device to device, torch itself orders the streams
+                moved.append(tensor if tensor.device == device else tensor.to(device))
+                continue
+            source = tensor.detach()
+            if source.is_cpu:
+                made = launch_to_device(source, device)
+                arriving.append(made)
+            else:
+                made = _launch_to_host(source, to_host)
+            moved.append(_Moved.apply(tensor, [made]) if tensor.requires_grad else made)  # type: ignore[no-untyped-call]
     finally:
-        wait_arrived(moved)
+        wait_arrived(arriving)
+    to_host.wait()  # as long as the device takes to compute them
     return moved
+
+
+class _Moved(torch.autograd.Function):
+    """A tensor that is on another device now. Its gradient goes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        ctx.device = tensor.device
+        ctx.set_materialize_grads(False)
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        (gradient,) = gradients
+        return None if gradient is None else move([gradient], [ctx.device])[0], None
+
+
+def _can_launch(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor of a kind that is known here goes from the host to a device, or the other way."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout in LAYOUTS
+    is_crossing = tensor.is_cpu != (device.type == "cpu") and "meta" not in (tensor.device.type, device.type)
+    return is_crossing and is_plain and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _launch_to_host(tensor: torch.Tensor, copies: HostCopies) -> torch.Tensor:
+    if tensor.layout is torch.strided:
+        return copies.launch(tensor)
+    return _with_parts(tensor, [copies.launch(part) for part in sparse_parts(tensor)])
 
 
 def _with_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:

@@ -108,6 +108,15 @@ def check_name(name: str) -> None:
         raise DecodeError(f"not the name of a device: {name[:64]!r}")
 
 
+def read_name(name: Any) -> str:
+    """Return the name of a device, the CPU included, that came from another worker; it need not be there."""
+    if type(name) is not str:
+        raise DecodeError(f"the name of a device must be a str, not {type(name).__name__}")
+    if name != _CPU:
+        check_name(name)
+    return name
+
+
 def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -> torch.Tensor:
     """Return a tensor that arrived on the device that its sender named; see `device_copies.launch_to_device`.
 
@@ -132,10 +141,17 @@ def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -
 
 
 def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return tensors on devices, the CPU included; those that are there as they are."""
+    """Return tensors on devices, the CPU included; those that are there as they are. Autograd records it."""
     from gradwire.wire import device_copies
 
     return device_copies.move(tensors, devices)
+
+
+def record_use(tensors: Sequence[torch.Tensor]) -> None:
+    """Keep the memory of tensors that arrived on devices for the current streams of this thread; see `device_copies`."""
+    from gradwire.wire import device_copies
+
+    device_copies.record_use(tensors)
 
 
 def is_here(device: torch.device) -> bool:
@@ -150,10 +166,31 @@ def is_here(device: torch.device) -> bool:
 
 def move_all(value: Any, device: torch.device) -> Any:
     """Return the value with all its tensors on a device; look into tuples, lists and dicts. Autograd records it."""
+    found: dict[int, torch.Tensor] = {}
+    _find_elsewhere(value, device, found)
+    if not found:
+        return value
+    from gradwire.wire import device_copies
+
+    moved = device_copies.move(list(found.values()), [device] * len(found))
+    return _replace(value, dict(zip(found, moved, strict=True)))
+
+
+def _find_elsewhere(value: Any, device: torch.device, found: dict[int, torch.Tensor]) -> None:
+    """Collect the tensors that are not on a device, by id."""
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        if value.device != device:
+            found[id(value)] = value
+    elif type(value) in (tuple, list, dict):
+        for item in value.values() if type(value) is dict else value:
+            _find_elsewhere(item, device, found)
+
+
+def _replace(value: Any, moved: dict[int, torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        return moved.get(id(value), value)
     if type(value) in (tuple, list):
-        return type(value)(move_all(item, device) for item in value)
+        return type(value)(_replace(item, moved) for item in value)
     if type(value) is dict:
-        return {key: move_all(item, device) for key, item in value.items()}
+        return {key: _replace(item, moved) for key, item in value.items()}
     return value
