@@ -22,6 +22,7 @@
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/dense_dim_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/resize_native.h>
 #include <ATen/ops/sparse_dim_native.h>
@@ -44,6 +45,10 @@
 #include <mutex>
 #include <set>
 #include <thread>
+
+namespace at::autocast {
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType);  // its header includes everything that torch has
+}
 
 namespace {
 
@@ -507,6 +512,12 @@ at::Tensor make_sparse(int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRe
                                                             device, pinned, is_coalesced);
 }
 
+at::Tensor cast_and_multiply(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  const auto dtype = at::autocast::get_autocast_dtype(kType);
+  return at::linear(input.to(dtype), weight.to(dtype), bias ? std::optional(bias->to(dtype)) : std::nullopt);
+}
+
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain_current_streams();
   note("operator", name_of(current_stream(current_device)), 0, op.schema().name());
@@ -551,6 +562,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 // Copies know the conj and neg bits: without them, torch resolves these by a copy.
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
+
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) { library.impl("linear", &cast_and_multiply); }
 
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {  // to make and to take apart
   library.impl("_sparse_coo_tensor_with_dims_and_tensors", &make_sparse);

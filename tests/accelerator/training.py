@@ -96,6 +96,25 @@ def call_under_autocast(worker: str) -> dict[str, str]:
         return gw.rpc.rpc_sync(worker, autocast_state)
 
 
+def make_float_layer() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(3, 2)
+
+
+def cast_on_the_device(worker: str) -> None:
+    """Results and gradients of a module under autocast are those of the same module in one process."""
+    module, alone = gw.nn.RemoteModule(f"{worker}/{ONE}", make_float_layer), make_float_layer().to(ONE)
+    x, own = values().detach().float().requires_grad_(), values().detach().float().requires_grad_()
+    with torch.autocast(device.NAME, torch.float16), gw.autograd.context() as ctx:
+        out, expected = module(x), alone(own.to(ONE))
+        assert out.dtype == expected.dtype == torch.float16
+        assert torch.equal(out, expected.cpu())
+        ctx.backward(out.sum())
+        (gradient,) = torch.autograd.grad(expected.sum(), [own])
+        assert torch.equal(ctx.gradients()[x], gradient)
+
+
 def state_of_optimizer(optimizer: gw.rpc.RRef[Any]) -> list[dict[str, tuple[str, str]]]:
     """Return device and dtype of every tensor in the state of one worker's part."""
     found = optimizer.local_value()._optimizer.state.values()
@@ -202,16 +221,21 @@ def compute_with_shards(places: list[str], on: str) -> None:
             assert str(found.device) == on
             assert torch.allclose(found.cpu(), function(full))
         tripled = sharded * 2 + sharded
-        assert _devices(tripled) == places
-        assert torch.allclose(tripled.full_tensor().cpu(), full * 3)
         assert torch.equal(sharded.cpu().full_tensor().cpu(), full)
         again = sharded.redistribute(gw.shard.ChunkShardingSpec(1, places))
-        assert _devices(again) == places
-        assert torch.equal(again.full_tensor().cpu(), full)
-        for sharded_one in (tripled, again):
-            remote = [item for items in sharded_one.remote_shards().values() for item in items]
+        first, on_cpu = places[0].partition("/")[2], [f"{place.partition('/')[0]}/cpu" for place in places]
+        for made, expected in (
+            (tripled, places),
+            (again, places),
+            (sharded.redistribute(gw.shard.ChunkShardingSpec(0, on_cpu)), on_cpu),
+            (sharded.redistribute(gw.shard.ChunkShardingSpec(1, on_cpu)), on_cpu),
+            (sharded.to(first), [f"{place.partition('/')[0]}/{first}" for place in places]),
+        ):
+            assert _devices(made) == expected
+            assert torch.allclose(made.full_tensor().cpu(), full * 3 if made is tripled else full)
+            remote = [item for items in made.remote_shards().values() for item in items]
             where = [gw.rpc.rpc_sync(item.owner(), _where_shard_is, (item,)) for item in remote]
-            assert sorted(where) == sorted(places)
+            assert sorted(where) == sorted(expected)
 
 
 def _where_shard_is(shard: Any) -> str:
