@@ -227,7 +227,7 @@ def assemble(
         for number, (part, source, _) in enumerate(pieces)
         if isinstance(part, RRef) and not part.is_owner()
     }
-    values = [
+    values: list[torch.Tensor] = [
         futures[number].wait() if number in futures else take(part, source)
         for number, (part, source, _) in enumerate(pieces)
     ]
