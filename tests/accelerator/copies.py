@@ -305,7 +305,7 @@ def unregister_slots() -> None:
 def give_slots_back() -> None:
     """A slot of a large tensor that was not sent in time is used again when the device is done with it."""
     size = 64 * KIB
-    with local_agents(2) as (a, _), device.asynchronous(0.1):
+    with local_agents(2) as (a, _), device.asynchronous(0.04):
         for number in range(3):
             assert a.call("b", _sum, (torch.full((size,), float(number), device=ZERO),)) == number * size
         arena = a.peers.peer("b").lane("calls", time.monotonic() + 5.0).stream.arena
@@ -323,17 +323,18 @@ def give_slots_back() -> None:
 def close_while_the_device_writes() -> None:
     """A slot that a device writes to stays mapped after its connection is closed."""
     size = 64 * KIB
-    with device.asynchronous(0.1):
-        with local_agents(2) as (a, _):
-            for _ in range(3):
-                assert a.call("b", _sum, (torch.ones(size, device=ZERO),)) == size
+    with contextlib.ExitStack() as agents:
+        a, _ = agents.enter_context(local_agents(2))
+        for _ in range(3):
+            assert a.call("b", _sum, (torch.ones(size, device=ZERO),)) == size
+        with device.asynchronous(0.4):
             made, event = _write_later([torch.ones(size)])
             torch.accelerator.current_stream(ZERO).wait_event(event)
             with pytest.raises(RpcTimeout):
                 a.call("b", _sum, tuple(made), None, 0.02)
-        del a
-        gc.collect()
-    torch.accelerator.current_stream(ZERO).synchronize()
+            agents.close()
+            del a, _
+            gc.collect()  # and then the copies end
 
 
 # -- modules, shards, checkpoints, threads -----------------------------------------------------------------------------

@@ -95,9 +95,9 @@ def test_arguments_go_to_the_device_of_a_module_that_a_function_made(cluster: Cl
 
 
 def test_arguments_go_where_assigned_parameters_are(cluster: Cluster) -> None:
-    module = gw.nn.RemoteModule(f"worker1/{DEVICE}", nn.Linear, (3, 2), {"dtype": torch.float64})
+    module = gw.nn.RemoteModule(f"worker1/{DEVICE}", training.make_branches)
     module.load_state_dict(module.state_dict(), assign=True)  # as with torch, the parameters are those that came
-    assert module(training.values().detach()).shape == (4, 2)
+    assert module.encode(training.values().detach()).shape == (4, 2)
     assert cluster.workers[1].call(_device_of_reference, module.remote_parameters()[0]) == "cpu"
 
 
