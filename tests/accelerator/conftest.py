@@ -14,6 +14,11 @@ from per_file import leak_check, template_ends_with_the_session, template_is_pre
 
 __all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
+try:
+    device.check_there()
+except device.TooFewDevices as reason:
+    pytest.exit(str(reason), returncode=1)
+
 _WORKER_ENVIRONMENT = device.hide_from_driver()
 
 

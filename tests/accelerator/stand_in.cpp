@@ -20,12 +20,17 @@
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
 #include <ATen/ops/_values_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/ccol_indices_native.h>
+#include <ATen/ops/col_indices_native.h>
+#include <ATen/ops/crow_indices_native.h>
 #include <ATen/ops/dense_dim_native.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/linear.h>
 #include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/resize_native.h>
+#include <ATen/ops/row_indices_native.h>
 #include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/values_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
@@ -575,6 +580,14 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {  // to make and to take a
   library.impl("_coalesced_", TORCH_FN(at::native::_coalesced_sparse_));
   library.impl("sparse_dim", TORCH_FN(at::native::sparse_dim_sparse));
   library.impl("dense_dim", TORCH_FN(at::native::dense_dim_sparse));
+}
+
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, library) {  // to take apart; torch can make them
+  library.impl("crow_indices", TORCH_FN(at::native::crow_indices_sparse_csr));
+  library.impl("col_indices", TORCH_FN(at::native::col_indices_sparse_csr));
+  library.impl("ccol_indices", TORCH_FN(at::native::ccol_indices_sparse_csr));
+  library.impl("row_indices", TORCH_FN(at::native::row_indices_sparse_csr));
+  library.impl("values", TORCH_FN(at::native::values_sparse_csr));
 }
 
 }  // namespace

@@ -129,6 +129,7 @@ class RemoteModule(nn.Module):
 
         Raises:
             ConfigurationError: `remote_device` is not valid.
+            RRefError: The reference is to something else.
         """
         module_owner.parse_placement(remote_device)
         made = RemoteModule.__new__(RemoteModule)
