@@ -411,6 +411,22 @@ def use_on_another_stream(how: str) -> None:
         assert torch.equal(back, torch.full((6,), 3.0))
 
 
+def use_gradients_on_another_stream() -> None:
+    """Memory of a gradient is kept for the stream of the thread that asks for it."""
+    with later():
+        program, back = torch.Stream(device=ZERO), torch.empty(5, pin_memory=True)
+        with program:
+            x = torch.arange(5.0, device=ZERO).requires_grad_()
+            with gw.autograd.context() as ctx:
+                ctx.backward(gw.rpc.rpc_sync(PEER, _triple, args=(x,)).square().sum())
+                found = ctx.gradients()[x]
+            back.copy_(found, non_blocking=True)
+        del found
+        gc.collect()
+        program.synchronize()
+        assert torch.equal(back, torch.arange(5.0) * 18)
+
+
 # -- kinds of tensors, ways to travel -----------------------------------------------------------------------------------
 
 

@@ -51,6 +51,10 @@ def test_results_can_be_used_on_the_stream_of_the_thread_that_gets_them(cluster:
     cluster.workers[0].call(copies.use_on_another_stream, how)
 
 
+def test_gradients_can_be_used_on_the_stream_of_the_thread_that_gets_them(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.use_gradients_on_another_stream)
+
+
 @pytest.mark.parametrize("transport", ["unix", "inproc", "tcp", "tls", "loopback"])
 def test_every_kind_of_tensor_arrives_as_it_was(cluster: Cluster, transport: str) -> None:
     cluster.workers[0].call(copies.send_every_kind, transport)

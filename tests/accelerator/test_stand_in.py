@@ -77,6 +77,12 @@ def read_the_log() -> None:
     assert device.take_log() == []
 
 
+def test_a_device_that_this_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "NAME", "ipu")
+    with pytest.raises(device.TooFewDevices, match=r"there are 0 devices of ipu on this machine"):
+        device.check_there()
+
+
 @pytest.mark.parametrize(
     "check", [copy_later, wait_on_a_stream, free_too_early, read_the_log], ids=lambda check: check.__name__
 )

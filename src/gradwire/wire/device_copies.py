@@ -19,12 +19,14 @@ unpacks it.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
@@ -159,6 +161,26 @@ def record_use(tensors: Iterable[torch.Tensor]) -> None:
             stream = torch.accelerator.current_stream(tensor.device)
             for part in (tensor,) if tensor.layout is torch.strided else sparse_parts(tensor):
                 part.record_stream(stream)
+
+
+def hand_over(tensors: Sequence[torch.Tensor]) -> None:
+    """Let the current streams of this thread use tensors that threads of gradwire have made.
+
+    Those work on the default stream of each device. It may not be done with them when another thread gets them.
+    """
+    for device in {tensor.device for tensor in tensors if not tensor.is_meta}:
+        if _stream_of(device, _TO_DEVICE) is not None:
+            current, default = torch.accelerator.current_stream(device), _default_stream(device)
+            if current != default:
+                current.wait_event(default.record_event())
+    record_use(tensors)
+
+
+@functools.cache
+def _default_stream(device: torch.device) -> torch.Stream:
+    """Return the stream of a thread that has not chosen one; torch has no function for it that all backends have."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.accelerator.current_stream, device).result(_ARRIVE_S)
 
 
 def wait_arrived(tensors: Iterable[torch.Tensor]) -> None:

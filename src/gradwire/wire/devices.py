@@ -9,7 +9,7 @@ translated. They go to the device of the tensor that they belong to, which its s
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -152,6 +152,15 @@ def record_use(tensors: Sequence[torch.Tensor]) -> None:
     from gradwire.wire import device_copies
 
     device_copies.record_use(tensors)
+
+
+def hand_over(tensors: Iterable[torch.Tensor]) -> None:
+    """Let the current streams of this thread use tensors that threads of gradwire have made; see `device_copies`."""
+    on_device = [tensor for tensor in tensors if not tensor.is_cpu]
+    if on_device:
+        from gradwire.wire import device_copies
+
+        device_copies.hand_over(on_device)
 
 
 def is_here(device: torch.device) -> bool:
