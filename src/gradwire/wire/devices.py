@@ -1,9 +1,9 @@
 """Devices of tensors on the wire: their names, and where a tensor goes when it arrives.
 
-A tensor travels through the CPU's memory with the name of its device (no name: the CPU) and arrives on the device of that
-name. A `DeviceMap` gives the other worker's devices other names. It belongs to the worker that calls: it translates what the
-calls bring there, and backwards what their results bring back, so the other worker need not know of it. Gradients are not
-translated. They go to the device of the tensor that they belong to, which its sender knows.
+A tensor travels through host memory with the name of its device (empty for the CPU), and arrives on the device of that
+name. A `DeviceMap` translates names between two workers. It belongs to the worker that calls: arguments are translated
+forwards and results backwards, so the other worker needs no map. Gradients are not translated. They go to the device of the
+tensor that they belong to, which its sender knows.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ import torch
 from gradwire.errors import CannotSend, ConfigurationError, DecodeError
 
 DeviceNames = Mapping[str, str]
-"""The receiver's device for each device of the sender; both by name, with "cpu" for the CPU."""
+"""The receiver's device for each device of the sender, both by name; "cpu" is the CPU."""
 
 ON_HOST: Final[DeviceNames] = {}
-"""Leaves tensors in the CPU's memory, whatever device their sender named."""
+"""Leave tensors in host memory, whatever device their sender named."""
 
 CPU: Final = torch.device("cpu")
 
+NAME_PATTERN: Final = r"[a-z][a-z0-9_]{0,30}(?::[0-9]{1,3})?"
+"""Matches the name of any device, whether it exists or not."""
+
 _CPU: Final = "cpu"
-_NAME: Final = re.compile(r"[a-z][a-z0-9_]{0,30}(?::[0-9]{1,3})?")  # of any device; whether it is there is asked later
+_NAME: Final = re.compile(NAME_PATTERN)
 
 
 class NoSuchDevice(CannotSend):
-    """A tensor cannot be put on a device of this process.
+    """A tensor is for a device that this process does not have.
 
     Attributes:
-        device: Its name.
+        device: The name of the device.
     """
 
     def __init__(self, device: str) -> None:
@@ -41,11 +44,11 @@ class NoSuchDevice(CannotSend):
 
 
 class DeviceMap:
-    """Devices of this worker and the devices of another one that they stand for.
+    """A device map of this worker for another one.
 
     Attributes:
-        there: The other worker's device for each device here.
-        here: The reverse.
+        there: The other worker's device for each device of this worker.
+        here: This worker's device for each device of the other one.
     """
 
     __slots__ = ("here", "there")
@@ -59,10 +62,10 @@ class DeviceMap:
 
 
 def read_device_map(to: str, devices: Mapping[Any, Any]) -> dict[torch.device, torch.device]:
-    """Return a device map as devices.
+    """Return a device map of the user for the worker `to`, as devices.
 
     Raises:
-        ConfigurationError: One of them is not the name of one device, or two of them stand for the same one.
+        ConfigurationError: A name does not name exactly one device, or two devices are mapped to the same one.
     """
     where = f"the device map for {to}"
     made = {read_device(where, here): read_device(where, there) for here, there in devices.items()}
@@ -74,22 +77,26 @@ def read_device_map(to: str, devices: Mapping[Any, Any]) -> dict[torch.device, t
 
 
 def read_device(where: str, device: Any) -> torch.device:
-    """Return a device by its name, `where` it was given.
+    """Return a device of the user; `where` says in errors what it was given for.
 
     Raises:
-        ConfigurationError: It is not the name of one device.
+        ConfigurationError: It is not a device, or has no index.
     """
     try:
         made = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigurationError(f"{where} has {device!r}, which is not a device: {error}") from error
     if made.type != _CPU and made.index is None:
-        raise ConfigurationError(f"{where} has {device!r}; say which one, such as {made.type}:0")
+        raise ConfigurationError(f"{where} has {device!r} without an index; say which one, such as {made.type}:0")
     return torch.device(_CPU) if made.type == _CPU else made
 
 
 def name_of(device: torch.device, devices: DeviceNames | None) -> str:
-    """Return the name of a device as the receiver of a tensor knows it; empty for the CPU."""
+    """Return the receiver's name for a device; empty for the CPU.
+
+    Raises:
+        CannotSend: The device map for the receiver does not have the device.
+    """
     name = str(device)
     if devices is not None and name != "meta":
         target = devices.get(name)
@@ -103,13 +110,17 @@ def name_of(device: torch.device, devices: DeviceNames | None) -> str:
 
 
 def check_name(name: str) -> None:
-    """Check the name of a device that came from another worker; it need not be there."""
+    """Check the form of a device's name that came from another worker; the device need not exist."""
     if not _NAME.fullmatch(name) or name.startswith(_CPU):
         raise DecodeError(f"not the name of a device: {name[:64]!r}")
 
 
 def read_name(name: Any) -> str:
-    """Return the name of a device, the CPU included, that came from another worker; it need not be there."""
+    """Return a device's name that came from another worker, the CPU included; the device need not exist.
+
+    Raises:
+        DecodeError: It does not have the form of a name.
+    """
     if type(name) is not str:
         raise DecodeError(f"the name of a device must be a str, not {type(name).__name__}")
     if name != _CPU:
@@ -118,10 +129,11 @@ def read_name(name: Any) -> str:
 
 
 def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -> torch.Tensor:
-    """Return a tensor that arrived on the device that its sender named; see `device_copies.launch_to_device`.
+    """Put a tensor that arrived on the device that its sender named; see `device_copies.launch_to_device`.
 
     Raises:
-        NoSuchDevice: This process has no such device.
+        NoSuchDevice: This process does not have the device.
+        CannotSend: The device map for the sender does not have it.
     """
     if devices is ON_HOST:
         return tensor
@@ -130,7 +142,7 @@ def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -
         name = devices.get(source, "")
         if not name:
             raise CannotSend(
-                f"a result came on {source}, which the device map for its sender does not have; add it with set_device_map, "
+                f"a result is on {source}, which the device map for its sender does not have; add it with set_device_map, "
                 f"or return a tensor on the CPU (Response device mapping is not available for destination)"
             )
     if not name or name == _CPU:
@@ -141,7 +153,7 @@ def place(tensor: torch.Tensor, name: str, devices: DeviceNames | None = None) -
 
 
 def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return tensors on devices, the CPU included; those that are there as they are. Autograd records it."""
+    """Return each tensor on its device, which may be the CPU; the same tensor if it is there. Autograd records this."""
     from gradwire.wire import device_copies
 
     return device_copies.move(tensors, devices)
@@ -174,7 +186,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def move_all(value: Any, device: torch.device) -> Any:
-    """Return the value with all its tensors on a device; look into tuples, lists and dicts. Autograd records it."""
+    """Return a value with all tensors in its tuples, lists and dicts on a device. Autograd records this."""
     found: dict[int, torch.Tensor] = {}
     _find_elsewhere(value, device, found)
     if not found:

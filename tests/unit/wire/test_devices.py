@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
-from gradwire.wire.devices import CPU, move_all
+from gradwire.errors import DecodeError
+from gradwire.wire.devices import CPU, move_all, read_name
 
 
 def test_values_are_moved_wherever_tensors_are() -> None:
@@ -14,3 +18,14 @@ def test_values_are_moved_wherever_tensors_are() -> None:
     assert (moved[1][1], moved[2]["a"][1]) == (3, "text")
     same = torch.ones(2)
     assert move_all(same, CPU) is same
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda:0", "gradacc", "privateuseone:12"])
+def test_names_of_devices_that_need_not_be_here(name: str) -> None:
+    assert read_name(name) == name
+
+
+@pytest.mark.parametrize("name", ["", "cpu:0", "cuda:", "cuda:0\n", "Cuda", "x" * 40, "../x", None, 3, b"cpu"])
+def test_what_is_not_the_name_of_a_device(name: Any) -> None:
+    with pytest.raises(DecodeError, match="name of a device"):
+        read_name(name)
