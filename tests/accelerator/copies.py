@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import tempfile
 import threading
 import time
@@ -422,6 +423,15 @@ def use_on_another_stream(how: str) -> None:
         assert torch.equal(back, torch.full((6,), 3.0))
 
 
+def _check_in_turn(log: Sequence[Entry], streams: Sequence[str]) -> None:
+    """Each of the streams waits for the one before it."""
+    if not device.IS_STAND_IN:
+        return
+    for first, second in itertools.pairwise(streams):
+        found = [entry.event for entry in log if entry.what == "record" and entry.stream == first]
+        assert [entry for entry in log if entry.what == "wait" and entry.stream == second and entry.event in found]
+
+
 def use_gradients_on_another_stream() -> None:
     """Memory of a gradient is kept for the stream of the thread that asks for it."""
     with later():
@@ -429,7 +439,11 @@ def use_gradients_on_another_stream() -> None:
         with program:
             x = torch.arange(5.0, device=ZERO).requires_grad_()
             with gw.autograd.context() as ctx:
-                ctx.backward(gw.rpc.rpc_sync(PEER, _triple, args=(x,)).square().sum())
+                loss = gw.rpc.rpc_sync(PEER, _triple, args=(x,)).square().sum()
+                device.take_log()
+                ctx.backward(loss)
+                assert torch.accelerator.current_stream(ZERO) == program
+                _check_in_turn(device.take_log(), [own := f"0:{program.stream_id}", "0:0", own])
                 found = ctx.gradients()[x]
             back.copy_(found, non_blocking=True)
         del found

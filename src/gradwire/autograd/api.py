@@ -23,7 +23,7 @@ from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
-from gradwire.wire.devices import hand_over
+from gradwire.wire.devices import hand_over, on_default_streams
 from gradwire.wire.plain import register_plain_number
 
 if TYPE_CHECKING:
@@ -149,7 +149,8 @@ def backward(
             f"step() of other optimizers after backward"
         )
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
-    current_engine().backward(context_id, options, roots, gradients, inputs)
+    with on_default_streams():
+        current_engine().backward(context_id, options, roots, gradients, inputs)
     if optimizer is not None:
         optimizer.follow_backward(context_id)
 
@@ -186,7 +187,8 @@ def grad(
     """
     wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
-    table = current_engine().backward(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
+    with on_default_streams():
+        table = current_engine().backward(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
     results = tuple(table.get(tensor) for tensor in wanted)
     if not allow_unused and any(result is None for result in results):
         number = results.index(None)

@@ -19,13 +19,14 @@ that gets a tensor that arrived (`record_use`): the thread that unpacks a messag
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
@@ -171,6 +172,28 @@ def hand_over(tensors: Sequence[torch.Tensor]) -> None:
             if current != default:
                 current.wait_event(default.record_event())
     record_use(tensors)
+
+
+@contextlib.contextmanager
+def on_default_streams() -> Iterator[None]:
+    """Let this thread work on the default stream of each device, in order with the streams that it has chosen.
+
+    A thread that waits for a backward pass adds up gradients, as gradwire's threads do meanwhile: all on one stream.
+    """
+    used = {device for (device, _), stream in list(_streams.items()) if stream is not None}
+    pairs = [(torch.accelerator.current_stream(device), _default_stream(device)) for device in used]
+    pairs = [(current, default) for current, default in pairs if current != default]
+    if not pairs:
+        yield
+        return
+    index = torch.accelerator.current_device_index()
+    with contextlib.ExitStack() as stack:
+        for current, default in pairs:
+            default.wait_event(current.record_event())
+            stack.callback(lambda pair: pair[0].wait_event(pair[1].record_event()), (current, default))
+            stack.enter_context(default)
+        torch.accelerator.set_device_index(index)  # a stream brings its device along
+        yield
 
 
 @functools.cache

@@ -8,7 +8,9 @@ tensor that they belong to, which its sender knows.
 
 from __future__ import annotations
 
+import contextlib
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -27,6 +29,7 @@ CPU: Final = torch.device("cpu")
 NAME_PATTERN: Final = r"[a-z][a-z0-9_]{0,30}(?::[0-9]{1,3})?"
 """Matches the name of any device, whether it exists or not."""
 
+_NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = "cpu"
 _NAME: Final = re.compile(NAME_PATTERN)
 
@@ -173,6 +176,12 @@ def hand_over(tensors: Iterable[torch.Tensor]) -> None:
         from gradwire.wire import device_copies
 
         device_copies.hand_over(on_device)
+
+
+def on_default_streams() -> contextlib.AbstractContextManager[None]:
+    """Let this thread work on the default streams, as gradwire's threads do; see `device_copies`."""
+    copies = sys.modules.get("gradwire.wire.device_copies")
+    return _NOTHING if copies is None else copies.on_default_streams()
 
 
 def is_here(device: torch.device) -> bool:
