@@ -149,8 +149,7 @@ def backward(
             f"step() of other optimizers after backward"
         )
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
-    with on_default_streams():
-        current_engine().backward(context_id, options, roots, gradients, inputs)
+    on_default_streams(current_engine().backward)(context_id, options, roots, gradients, inputs)
     if optimizer is not None:
         optimizer.follow_backward(context_id)
 
@@ -187,8 +186,8 @@ def grad(
     """
     wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
-    with on_default_streams():
-        table = current_engine().backward(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
+    run = on_default_streams(current_engine().backward)
+    table = run(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
     results = tuple(table.get(tensor) for tensor in wanted)
     if not allow_unused and any(result is None for result in results):
         number = results.index(None)

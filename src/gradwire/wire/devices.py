@@ -8,15 +8,16 @@ tensor that they belong to, which its sender knows.
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import torch
 
 from gradwire.errors import CannotSend, ConfigurationError, DecodeError
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 DeviceNames = Mapping[str, str]
 """The receiver's device for each device of the sender, both by name; "cpu" is the CPU."""
@@ -29,7 +30,6 @@ CPU: Final = torch.device("cpu")
 NAME_PATTERN: Final = r"[a-z][a-z0-9_]{0,30}(?::[0-9]{1,3})?"
 """Matches the name of any device, whether it exists or not."""
 
-_NOTHING: Final = contextlib.nullcontext()
 _CPU: Final = "cpu"
 _NAME: Final = re.compile(NAME_PATTERN)
 
@@ -178,10 +178,10 @@ def hand_over(tensors: Iterable[torch.Tensor]) -> None:
         device_copies.hand_over(on_device)
 
 
-def on_default_streams() -> contextlib.AbstractContextManager[None]:
-    """Let this thread work on the default streams, as gradwire's threads do; see `device_copies`."""
-    copies = sys.modules.get("gradwire.wire.device_copies")
-    return _NOTHING if copies is None else copies.on_default_streams()
+def on_default_streams(function: F) -> F:
+    """Return a function that works on the default streams, as gradwire's threads do; see `device_copies`."""
+    copies: Any = sys.modules.get("gradwire.wire.device_copies")
+    return function if copies is None else copies.on_default_streams()(function)
 
 
 def is_here(device: torch.device) -> bool:
