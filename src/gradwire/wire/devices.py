@@ -8,6 +8,7 @@ tensor that they belong to, which its sender knows.
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -195,7 +196,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def move_all(value: Any, device: torch.device) -> Any:
-    """Return a value with all tensors in its tuples, lists and dicts on a device. Autograd records this."""
+    """Return a value with all tensors in its tuples, lists and dicts, of any class, on a device. Autograd records this."""
     found: dict[int, torch.Tensor] = {}
     _find_elsewhere(value, device, found)
     if not found:
@@ -211,16 +212,25 @@ def _find_elsewhere(value: Any, device: torch.device, found: dict[int, torch.Ten
     if isinstance(value, torch.Tensor):
         if value.device != device:
             found[id(value)] = value
-    elif type(value) in (tuple, list, dict):
-        for item in value.values() if type(value) is dict else value:
+    elif isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
             _find_elsewhere(item, device, found)
 
 
 def _replace(value: Any, moved: dict[int, torch.Tensor]) -> Any:
+    """Return a value with other tensors; containers without any of them as they are."""
     if isinstance(value, torch.Tensor):
         return moved.get(id(value), value)
-    if type(value) in (tuple, list):
-        return type(value)(_replace(item, moved) for item in value)
-    if type(value) is dict:
-        return {key: _replace(item, moved) for key, item in value.items()}
-    return value
+    if not isinstance(value, tuple | list | dict):
+        return value
+    before = list(value.values() if isinstance(value, dict) else value)
+    items = [_replace(item, moved) for item in before]
+    if all(item is old for item, old in zip(items, before, strict=True)):
+        return value
+    if isinstance(value, dict):
+        made = copy.copy(value)  # a class of the user may need more than its items
+        made.update(zip(value, items, strict=True))
+        return made
+    return (
+        type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    )  # a namedtuple takes them one by one
