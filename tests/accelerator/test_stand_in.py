@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -75,6 +76,16 @@ def read_the_log() -> None:
     assert found[0].stream == "0:0" != found[1].stream == found[3].stream
     assert found[3].more == ("to_device", "non_blocking", "pinned", "12")
     assert device.take_log() == []
+
+
+def test_without_a_compiler_tests_are_skipped_and_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_CACHE", tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(
+        device.NoCompiler, match=r"no C\+\+ compiler: install g\+\+"
+    ):  # the fixtures skip with this text
+        device.build()
 
 
 def test_a_device_that_this_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

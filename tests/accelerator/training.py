@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -280,4 +281,15 @@ def step_shards(places: list[str], on: str) -> None:
     ours.load_state_dict(ours.state_dict())
 
 
-SHARD_PROGRAMS = (compute_with_shards, differentiate_shards, step_shards)
+def save_shards(places: list[str], on: str) -> None:
+    """A checkpoint of a sharded tensor fills another, with other devices."""
+    saved, others = _make_shards(places, on), list(reversed(places))
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        filled = gw.shard.ChunkShardingSpec(0, others).shard(torch.zeros_like(_matrix()))
+        gw.checkpoint.save(folder, {"table": saved}, progress=False)
+        gw.checkpoint.load(folder, {"table": filled}, progress=False)
+        assert _devices(filled) == others
+        assert torch.equal(filled.full_tensor().cpu(), _matrix())
+
+
+SHARD_PROGRAMS = (compute_with_shards, differentiate_shards, step_shards, save_shards)
