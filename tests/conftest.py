@@ -46,7 +46,7 @@ LONGEST = (  # files of 15 s and more, in this order
     "integration/shard/test_linear.py",
     "integration/autograd/test_programs.py",
     "integration/cli/test_run.py",
-    "integration/accelerator/test_backward.py",
+    "accelerator/test_modules.py",
     "faults/test_two_hosts.py",
     "faults/test_three_hosts.py",
     "fuzz/test_operations.py",

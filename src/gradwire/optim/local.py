@@ -242,7 +242,7 @@ class LocalOptimizer:
                 names, norms = found.setdefault((norm.dtype, norm.device), ([], []))
                 names.append(self._names[leaf])
                 norms.append(norm)
-            return [(names, torch.stack(norms).cpu()) for names, norms in found.values()]
+            return [(names, torch.stack(norms)) for names, norms in found.values()]
 
     def is_finite(self, context_ids: ContextIds, edits: Edits) -> bool:
         """Return whether all gradients are finite."""

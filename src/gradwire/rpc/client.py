@@ -28,6 +28,7 @@ from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.peers import To
 from gradwire.rpc.pending_calls import PHASE_TEXT, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.reader import current
+from gradwire.wire.devices import record_use
 from gradwire.wire.messages import Call, read_plain
 from gradwire.wire.serialization import Packed
 
@@ -82,6 +83,8 @@ class Client:
                 self.wait(call)
             if call.error is not None:
                 raise call.error
+            if call.on_device:
+                record_use(call.on_device)
             return call.value
         except KeyboardInterrupt:
             self.cancel_soon(call)

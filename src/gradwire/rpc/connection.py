@@ -276,7 +276,10 @@ class Connection:
                 error = ResourceExhausted(f"{text}: {frame.shortage}")
             else:
                 devices = None if self.devices is None else self.devices.here
-                value = agent.codec.load(frame, message, self.info, call.function, devices)
+                arrived: list[torch.Tensor] = []
+                value = agent.codec.load(frame, message, self.info, call.function, devices, arrived)
+                if arrived:
+                    call.on_device = arrived
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
         except BaseException as problem:  # raised by a class of the user, which the result is unpickled with

@@ -11,10 +11,11 @@ complete it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import torch
 
 from gradwire.errors import ConfigurationError
 from gradwire.rpc.codec import TransferStatus
@@ -47,6 +48,7 @@ class PendingCall(msgspec.Struct, eq=False):
         waiters: Locks used as signals, one for each waiting thread; released when the call is done.
         table: The calls in progress on its connection, including this one until it completes.
         transfer_status: Whether the contents of the call are in transit, if a tracker needs to know.
+        on_device: The tensors of the result that arrived on devices; see `gradwire.wire.devices.record_use`.
     """
 
     call_id: int
@@ -64,6 +66,7 @@ class PendingCall(msgspec.Struct, eq=False):
     waiters: list[Any] = []
     table: CallTable | None = None
     transfer_status: TransferStatus | None = None
+    on_device: Sequence[torch.Tensor] = ()
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"

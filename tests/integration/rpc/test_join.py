@@ -80,6 +80,8 @@ BAD = [
     (encode_address(address_of("w1", 1)), 3, [{}, {"w0": {"cuda:0": 1}}]),
     (encode_address(address_of("w1", 1)), 3, [{}, {"w0": {"c" * 100: "cpu"}}]),
     (encode_address(address_of("w1", 1)), 3, [{}, {}, ["cuda:0"], 1]),
+    (encode_address(address_of("w1", 1)), 3, [{}, {}, ["cuda:0\n"]]),
+    (encode_address(address_of("w1", 1)), 3, [{"\x1b[2J": 1}]),
     (encode_address(address_of("w1", 1)), 3, "none"),
     (),
 ]
