@@ -64,6 +64,9 @@ hypothesis.settings.load_profile(os.environ.get("GRADWIRE_HYPOTHESIS", "fixed"))
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# There are more processes than processors: a second thread of an operation would mostly wait to be run.
+torch.set_num_threads(1)
+
 # A job in the background ignores one of them, nohup the other, and programs of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
