@@ -33,6 +33,7 @@ from gradwire.cluster._process import name_process
 from gradwire.cluster.driver import DRIVER
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.status import serve_usage
+from gradwire.cluster.trace_server import serve_traces
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
@@ -70,6 +71,7 @@ def run_worker(fds: WorkerFds) -> None:
     directory.complete()
     serve_usage(agent)
     follow_driver(agent, DRIVER)
+    serve_traces(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)
     send_message(lifeline, Listening(agent.address))
     with lifeline:

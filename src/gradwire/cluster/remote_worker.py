@@ -37,6 +37,7 @@ from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, 
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
 from gradwire.cluster.status import serve_usage
+from gradwire.cluster.trace_server import serve_traces
 from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
 from gradwire.rpc.agent import Agent
@@ -228,6 +229,7 @@ class RemoteWorker:
                 _start_thread(self._reach_driver, agent, driver)
 
         follow_driver(agent, driver)
+        serve_traces(agent, driver)
         serve_usage(agent)
         agent.server.register_control(LEAVE, on_leave)
         agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)
