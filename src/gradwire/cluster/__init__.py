@@ -9,17 +9,20 @@ if TYPE_CHECKING:
     from gradwire.cluster.api import Cluster
     from gradwire.cluster.monitor import MembershipEvent
     from gradwire.cluster.status import ClusterStatus, WorkerStatus
+    from gradwire.cluster.trace import Trace, WorkerTrace
     from gradwire.cluster.worker import Worker
 
-__all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Worker", "WorkerStatus"]
+__all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Trace", "Worker", "WorkerStatus", "WorkerTrace"]
 
 # Imported on first use: the command line shows the status of clusters, for which it does not need torch.
 _HOMES = {
     "Cluster": "api",
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
+    "Trace": "trace",
     "Worker": "worker",
     "WorkerStatus": "status",
+    "WorkerTrace": "trace",
 }
 
 
