@@ -126,13 +126,12 @@ class Trace:
         if other is not self:
             names = ", ".join(map(str, other.paths))
             raise ConfigurationError(f"a trace of this cluster is being recorded already, to {names}; end it first")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close)
             self._recording = Recording(self._agent.info.name, *self._settings)
             self._leave = self._on_membership(self._on_change)
             self._start_on(list(self._members()))
-        except BaseException:
-            self._close()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,7 +69,7 @@ def make_weight() -> torch.Tensor:
 
 
 def in_order(*found: Event) -> bool:
-    return all(first.end_ns <= second.start_ns for first, second in zip(found, found[1:], strict=False))
+    return all(first.end_ns <= second.start_ns for first, second in itertools.pairwise(found))
 
 
 def test_call_has_its_parts_at_both_ends(agents: list[Agent], told: Told) -> None:

@@ -176,15 +176,19 @@ def test_one_trace_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_trace_of_a_block_that_raises_is_written(cluster: Cluster, tmp_path: Path) -> None:
-    with pytest.raises(ArithmeticError), cluster.trace(tmp_path / "run.zip"):
-        rpc.rpc_sync("worker0", abs, args=(-1,))
-        raise ArithmeticError
+    def work() -> None:
+        with cluster.trace(tmp_path / "run.zip"):
+            rpc.rpc_sync("worker0", abs, args=(-1,))
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        work()
     assert [item.name for item in read_trace(tmp_path / "run.zip") if item.kind == "run"] == ["run abs"]
 
 
 @pytest.mark.parametrize("name", ["run.txt", "run", "missing/run.zip"])
 def test_paths_are_checked_before_anything_is_recorded(cluster: Cluster, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ConfigurationError, match="the trace cannot be written|is written to a file that ends in"):
+    with pytest.raises(ConfigurationError, match=r"the trace cannot be written|is written to a file that ends in"):
         cluster.trace(tmp_path / name)
     with pytest.raises(ConfigurationError, match="needs the path of a file"):
         cluster.trace()
@@ -212,7 +216,7 @@ def test_requests_that_are_not_valid_are_refused(cluster: Cluster) -> None:
         (STOP, (12345,)),
         (PIECE, (12345, 0)),
     ):
-        with pytest.raises(Exception, match="not valid|is not recording|has no piece"):
+        with pytest.raises(Exception, match=r"not valid|is not recording|has no piece"):
             agent.ask("worker0", operation, args, 10.0).wait()
 
 
