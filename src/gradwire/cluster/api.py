@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import platform
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 
@@ -35,6 +36,9 @@ from gradwire.rpc.options import DeviceMap
 from gradwire.types import Trust
 from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.devices import read_device_map
+
+if TYPE_CHECKING:
+    from gradwire.dashboard.server import Dashboard
 
 T = TypeVar("T")
 
@@ -82,8 +86,9 @@ class Cluster:
         self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed
+        self._lock = threading.Lock()  # guards _is_closed and _dashboard
         self._is_closed = False
+        self._dashboard: Dashboard | None = None
         # Called before the workers are stopped after an exception.
         self._on_failure: Callable[[BaseException], None] | None = None
         atexit.register(self.close)
@@ -611,6 +616,38 @@ class Cluster:
             for member in members
         )
 
+    def dashboard(self, port: int = 0) -> Dashboard:
+        """Open the live page of this cluster, on this machine's loopback; see ``docs/guides/seeing.md``.
+
+        The page shows the workers, the graph and the time line of the latest steps, errors, references and stacks. It is
+        closed with the cluster. Needs ``pip install 'gradwire[dashboard]'``.
+
+        Args:
+            port: Port to listen on; any free port if not given. Of a page that is open already, this must be its port.
+
+        Returns:
+            The page, the same one while it is open; its `url` is a link that works once.
+
+        Raises:
+            ConfigurationError: A package is missing, or the port cannot be used.
+            WorkerLost: The cluster was closed.
+        """
+        from gradwire.dashboard.server import Dashboard
+
+        with self._lock:
+            if self._is_closed:
+                raise WorkerLost("this cluster was closed, so there is nothing to show")
+            current = self._dashboard
+            if current is None or current.is_closed:
+                current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)
+        if port not in (0, current.port):
+            raise ConfigurationError(f"the page of this cluster is open already, on port {current.port}; close it first")
+        return current
+
+    def _dashboard_rows(self) -> list[dict[str, Any]]:
+        hosts = {member.name: member.handle.host for member in self._monitor.members()}
+        return [{**dataclasses.asdict(item), "host": hosts.get(item.name, "")} for item in self.status()]
+
     def close(self, grace: float = _GRACE_S) -> None:
         """Stop all workers. Safe to call more than once.
 
@@ -623,9 +660,12 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
+            dashboard = self._dashboard
         status_socket = self._status_socket or contextlib.nullcontext()
         # Leaving the resources stops the remaining workers if Ctrl-C interrupts one of the waits.
         with _interrupts.installed(), self._resources, status_socket:
+            if dashboard is not None:
+                dashboard.close()
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace

@@ -37,6 +37,7 @@ from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, 
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
 from gradwire.cluster.status import serve_usage
+from gradwire.dashboard.worker_report import serve_reports
 from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
 from gradwire.rpc.agent import Agent
@@ -229,6 +230,7 @@ class RemoteWorker:
 
         follow_driver(agent, driver)
         serve_usage(agent)
+        serve_reports(agent, driver)
         agent.server.register_control(LEAVE, on_leave)
         agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)
         agent.on_worker_connected(lambda address: on_connected(address.info.name))
