@@ -79,10 +79,16 @@ class StepRecord:
         graph = None if self.graph is None else self.graph.first(_MOST_MESSAGES)
         return {
             **self.summary(),
-            "graph": None if graph is None else {**msgspec.to_builtins(graph), "context_id": None, "notes": graph.notes},
+            "graph": None if graph is None else _graph_data(graph),
             "waits": self.waits,
             "spans": _relative(self.spans),
         }
+
+
+def _graph_data(graph: DistributedGraph) -> dict[str, Any]:
+    data: dict[str, Any] = msgspec.to_builtins(graph)
+    messages = [{**item, "message_id": str(item["message_id"])} for item in data["messages"]]
+    return {**data, "context_id": str(graph.context_id), "messages": messages, "notes": graph.notes}
 
 
 class Steps:

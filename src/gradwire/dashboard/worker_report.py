@@ -206,7 +206,7 @@ class StepCapture:
         except Exception:  # the program's step must go on
             _log.debug("the graph of context %d could not be collected", context_id, exc_info=True)
             return
-        self._step = Step(context_id, tuple(views[:_MOST_WORKERS]))
+        self._step = Step(int(context_id), tuple(views[:_MOST_WORKERS]))
 
 
 class Reporter:
