@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -127,13 +128,23 @@ class Prober:
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
 
     def graph(self, context: DistAutogradContext, roots: Sequence[torch.Tensor], timeout_s: float) -> DistributedGraph:
-        return assemble(context.context_id, self.views(context.context_id, timeout_s, roots))
+        views = self.views(context.context_id, timeout_s, roots)
+        return assemble(context.context_id, views, self.clocks(view.worker for view in views))
 
     def views(self, context_id: int, timeout_s: float, roots: Sequence[torch.Tensor] = ()) -> list[WorkerView]:
         """Return the views of all workers of a context, in which this one need not take part; the nearest first."""
         found = self._views_of_all(context_id, roots, timeout_s)
         own = self._container.worker
         return [found[rank] for rank in sorted(found, key=lambda rank: (rank != own, rank))]
+
+    def clocks(self, workers: Iterable[str]) -> dict[str, int]:
+        """Return the workers that have the same clock as this one: all processes of a machine do."""
+        found = {}
+        for name in workers:
+            with contextlib.suppress(UnknownWorker):
+                if self._agent.directory.find(name).host == self._agent.address.host:
+                    found[name] = 0
+        return found
 
     def _views_of_all(
         self, context_id: int, roots: Sequence[torch.Tensor], timeout_s: float
@@ -168,7 +179,9 @@ class Prober:
             len(recvs),
             tuple(self._send_view(item) for item in listed.values()),
             tuple(
-                MessageView(item.message_id, self._label_of(item.peer), short(item.function), "", item.num_tensors)
+                MessageView(
+                    item.message_id, self._label_of(item.peer), short(item.function), "", item.num_tensors, at_ns=item.at_ns
+                )
                 for item in first(recvs.values())
             ),
             segments,
@@ -179,7 +192,7 @@ class Prober:
         peer, is_result = self._label_of(send.peer), send.site is RESULT
         where = short(send.site)
         return MessageView(
-            send.message_id, peer, short(send.function), where, send.num_tensors, send.num_bytes, is_result
+            send.message_id, peer, short(send.function), where, send.num_tensors, send.num_bytes, is_result, send.at_ns
         )
 
     def _pass_view(self, current: BackwardPass) -> PassView:

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import logging
 import os
 import sys
@@ -21,6 +23,7 @@ from gradwire.autograd.context import EXTENSION as AUTOGRAD
 from gradwire.dashboard.problems import Problems
 from gradwire.dashboard.steps import Steps
 from gradwire.dashboard.worker_report import REPORT, Reporter, WorkerReport
+from gradwire.errors import GradwireError
 from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.exceptions import clean
 
@@ -36,6 +39,8 @@ _ANSWER_S = 1.0
 _GRAPH_S = 0.5
 _OPEN_S = 0.8  # contexts that are open for longer are looked at while they are open
 _MOST_OPEN = 4  # of these, at a time
+_GRACE_S = 0.5  # for answers that are on their way when their time is over
+_NEVER = 1 << 62
 _MOST_LOGGED = 1_000  # characters of a line of the log
 
 
@@ -62,6 +67,7 @@ class Collector:
         self._last_seen: dict[str, float] = {}  # by worker
         self._states: dict[str, str] = {}
         self._open_since: dict[int, float] = {}  # contexts, by id
+        self._clocks: dict[str, tuple[int, int]] = {}  # of workers: round trip of the best measurement, offset
         self._num_dropped = 0
         self._number = 0
         self._log = _LogHandler(self._on_log)
@@ -81,6 +87,7 @@ class Collector:
         rows = [*self._rows(), self._driver_row()]
         reports = self._ask([row["name"] for row in rows if row["state"] == "running" and row["role"] != "driver"])
         reports[self._agent.info.name] = self._own.report()
+        clocks = self._known_clocks(reports)
         now, clock = time.time(), time.monotonic()
         makers = {item.context_id: name for name, report in reports.items() for item in report.contexts}
         self._open_since = {item: self._open_since.get(item, clock) for item in makers}
@@ -89,12 +96,12 @@ class Collector:
             for name, report in reports.items():
                 self._last_seen[name] = clock
                 self._num_dropped += report.num_dropped
-                self._steps.on_spans(name, report.spans, 0)
+                self._steps.on_spans(name, report.spans, clocks.get(name, 0))
                 self._add_failures(name, report, now)
                 if report.step is not None:
-                    self._steps.on_step(report.step.context_id, name, report.step.views, now)
+                    self._steps.on_step(report.step.context_id, name, report.step.views, now, clocks)
             for context_id, views in graphs.items():
-                self._steps.on_open(context_id, makers[context_id], views, now)
+                self._steps.on_open(context_id, makers[context_id], views, now, clocks)
             self._steps.on_contexts(makers)
             self._add_losses(rows, now)
             self._number += 1
@@ -105,8 +112,42 @@ class Collector:
         with self._lock:
             return self._steps.choose(context_id)
 
-    def _ask(self, names: Iterable[str]) -> dict[str, WorkerReport]:
-        return self._agent.ask_all(names, REPORT, (), _ANSWER_S, WorkerReport)
+    def _ask(self, names: Sequence[str]) -> dict[str, WorkerReport]:
+        """Ask workers in parallel, and compare their clocks with this one."""
+        asked_ns: dict[str, int] = {}
+        answered_ns: dict[str, int] = {}
+        reports: dict[str, WorkerReport] = {}
+        all_done = threading.Semaphore(0)
+
+        def on_done(name: str, call: PendingCall) -> None:
+            answered_ns[name] = time.monotonic_ns()
+            if call.error is None:
+                reports[name] = call.value
+            all_done.release()
+
+        deadline = time.monotonic() + _ANSWER_S
+        num_asked = 0
+        for name in names:
+            asked_ns[name] = time.monotonic_ns()
+            left_s = max(0.01, deadline - time.monotonic())
+            with contextlib.suppress(GradwireError):  # it died, or is too busy to be connected to
+                self._agent.control(name, REPORT, (), left_s, functools.partial(on_done, name), WorkerReport)
+                num_asked += 1
+        for _ in range(num_asked):
+            if not all_done.acquire(timeout=max(0.01, deadline + _GRACE_S - time.monotonic())):
+                break
+        found = dict(reports)  # one may still be on its way
+        for name, report in found.items():
+            round_trip_ns = answered_ns[name] - asked_ns[name]
+            if round_trip_ns < self._clocks.get(name, (_NEVER, 0))[0]:
+                middle_ns = asked_ns[name] + round_trip_ns // 2
+                self._clocks[name] = (round_trip_ns, middle_ns - report.now_ns)
+        return found
+
+    def _known_clocks(self, names: Iterable[str]) -> dict[str, int]:
+        """Return what to add to the time of each worker: nothing on this machine, else what was measured."""
+        here = self._engine.prober.clocks(names)
+        return {**{name: offset for name, (_, offset) in self._clocks.items()}, **here}
 
     def _long_open(self, clock: float) -> list[int]:
         waiting = sorted((since, item) for item, since in self._open_since.items() if clock - since > _OPEN_S)

@@ -98,16 +98,20 @@ class Steps:
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
         self._spans: OrderedDict[int, list[TimedSpan]] = OrderedDict()
 
-    def on_step(self, context_id: int, maker: str, views: Sequence[WorkerView], now: float) -> None:
+    def on_step(
+        self, context_id: int, maker: str, views: Sequence[WorkerView], now: float, clocks: Mapping[str, int]
+    ) -> None:
         """Take the graph of a context that was released."""
         record = self._record(context_id, maker, now)
         record.is_open = False
-        self._fill(record, views, now)
+        self._fill(record, views, now, clocks)
         record.waits = []
 
-    def on_open(self, context_id: int, maker: str, views: Sequence[WorkerView], now: float) -> None:
+    def on_open(
+        self, context_id: int, maker: str, views: Sequence[WorkerView], now: float, clocks: Mapping[str, int]
+    ) -> None:
         """Take the graph of a context that stays open."""
-        self._fill(self._record(context_id, maker, now), views, now)
+        self._fill(self._record(context_id, maker, now), views, now, clocks)
 
     def on_contexts(self, open_ids: Iterable[int]) -> None:
         """Note which contexts are open; all others have ended."""
@@ -167,8 +171,10 @@ class Steps:
                 self._records.popitem(last=False)
         return record
 
-    def _fill(self, record: StepRecord, views: Sequence[WorkerView], now: float) -> None:
-        record.graph = assemble(record.context_id, views)
+    def _fill(
+        self, record: StepRecord, views: Sequence[WorkerView], now: float, clocks: Mapping[str, int]
+    ) -> None:
+        record.graph = assemble(record.context_id, views, clocks)
         record.waits = find_waits(views)
         record.updated_at = now
 

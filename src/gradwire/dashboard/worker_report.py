@@ -197,8 +197,10 @@ class StepCapture:
         context = self._engine.container.find(context_id)
         if context is None or not context.exchanges or creator_of(context_id) != self._engine.container.worker:
             return
-        self.close()
         known_id, references = self._roots
+        if context.ended_passes and known_id != context_id:
+            return  # its roots are not known: this began to observe after its backward had
+        self.close()
         self._roots = (0, [])
         found = [tensor for item in references if known_id == context_id and (tensor := item()) is not None]
         try:

@@ -7,6 +7,7 @@ import { bytes, duration, shortName } from "./format.js";
 cytoscape.use(dagre);
 
 const PAN_PX = 60;
+const FONT = "ui-sans-serif, system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif";
 
 export function messageLabel(message) {
   const name = shortName(message.function);
@@ -51,8 +52,8 @@ export class Graph {
         data: { id: `w:${worker.name}`, label: worker.answered ? worker.name : `${worker.name} · no answer` },
         classes: `worker ${states.get(worker.name) === "lost" ? "lost" : worker.answered ? "" : "silent"}`,
       }));
-    const messages = graph.messages.map((message) => ({
-      data: { id: `m:${message.message_id}`, source: message.source, target: message.target, label: edgeLabel(message) },
+    const messages = graph.messages.map((message, index) => ({
+      data: { id: `m:${index}`, source: message.source, target: message.target, label: edgeLabel(message) },
       classes: `message ${message.is_result ? "result" : ""} ${message.waits_for ? "waiting" : message.has_arrived ? "" : "sent"}`,
     }));
     const links = graph.links.map(([source, target]) => ({ data: { id: `l:${source}:${target}`, source, target }, classes: "link" }));
@@ -72,15 +73,7 @@ export class Graph {
   update(nodes, messages) {
     this.cy.batch(() => {
       for (const item of nodes) this.cy.getElementById(item.data.id).data("label", item.data.label).classes(item.classes);
-      const edges = this.cy.edges(".message");
-      messages.forEach((item, index) => {
-        let edge = edges[index];
-        if (edge.id() !== item.data.id) {
-          edge.remove();
-          edge = this.cy.add(item);
-        }
-        edge.data("label", item.data.label).classes(item.classes);
-      });
+      messages.forEach((item) => this.cy.getElementById(item.data.id).data("label", item.data.label).classes(item.classes));
     });
   }
 
@@ -129,14 +122,13 @@ export class Graph {
   paint() {
     const css = getComputedStyle(document.documentElement);
     const colour = (name) => css.getPropertyValue(`--${name}`).trim();
-    const font = "ui-sans-serif, system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif";
     this.cy.style([
       {
         selector: "node",
         style: {
-          shape: "round-rectangle", width: "label", height: "label", padding: "8px", "background-color": colour("card"), "border-width": 1,
+          shape: "round-rectangle", width: (node) => size(node)[0], height: (node) => size(node)[1], padding: "8px", "background-color": colour("card"), "border-width": 1,
           "border-color": colour("line-strong"), label: "data(label)", "text-valign": "center", "text-halign": "center", "text-wrap": "wrap",
-          "font-size": 11, "font-family": font, color: colour("text"), "line-height": 1.3,
+          "font-size": 11, "font-family": FONT, color: colour("text"), "line-height": 1.3,
         },
       },
       { selector: "node.roots", style: { "background-color": colour("brand"), "border-color": colour("brand"), color: colour("card"), "font-weight": 600 } },
@@ -145,7 +137,7 @@ export class Graph {
         selector: "node.worker",
         style: {
           "background-color": colour("ground"), "background-opacity": 0.85, "border-color": colour("line-strong"), "text-valign": "top", "text-halign": "center",
-          "font-size": 13, "font-weight": 650, padding: "16px", "text-margin-y": -5, color: colour("text"),
+          "font-size": 13, "font-weight": 600, padding: "16px", "text-margin-y": -5, color: colour("text"),
         },
       },
       { selector: "node.worker.silent", style: { "border-style": "dashed", "border-color": colour("warn"), color: colour("warn") } },
@@ -160,7 +152,7 @@ export class Graph {
       {
         selector: "edge.message",
         style: {
-          label: "data(label)", "text-wrap": "wrap", "font-size": 9.5, "font-family": font, color: colour("text"), "line-height": 1.25,
+          label: "data(label)", "text-wrap": "wrap", "font-size": 9.5, "font-family": FONT, color: colour("text"), "line-height": 1.25,
           "text-background-color": colour("raised"), "text-background-opacity": 0.92, "text-background-padding": "2px", "text-background-shape": "round-rectangle",
         },
       },
@@ -168,9 +160,17 @@ export class Graph {
       { selector: "edge.sent", style: { "line-style": "dashed" } },
       { selector: "edge.link", style: { width: 1, "line-style": "dotted", "line-color": colour("muted"), "target-arrow-color": colour("muted") } },
       { selector: "edge.waiting", style: { width: 3, "line-color": colour("bad"), "target-arrow-color": colour("bad"), color: colour("bad"), "font-weight": 600 } },
-      { selector: "edge.chosen", style: { width: 3.5, "z-index": 9, "line-color": colour("brand"), "target-arrow-color": colour("brand"), "font-weight": 650, "font-size": 11 } },
+      { selector: "edge.chosen", style: { width: 3.5, "z-index": 9, "line-color": colour("brand"), "target-arrow-color": colour("brand"), "font-weight": 600, "font-size": 11 } },
     ]);
   }
+}
+
+// Cytoscape measures no labels.
+const canvas = document.createElement("canvas").getContext("2d");
+function size(node) {
+  canvas.font = `11px ${FONT}`;
+  const lines = node.data("label").split("\n");
+  return [Math.max(40, ...lines.map((line) => canvas.measureText(line).width)), lines.length * 14.5];
 }
 
 function nodeClasses(node) {

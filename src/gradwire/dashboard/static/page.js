@@ -155,15 +155,14 @@ function showGraph() {
   find("messages-count").textContent = data.num_messages;
   const list = find("messages");
   const hadFocus = list.contains(document.activeElement) ? [...list.querySelectorAll("button")].indexOf(document.activeElement) : -1;
-  list.replaceChildren(...data.messages.map((message) => messageItem(message, worker)));
+  list.replaceChildren(...data.messages.map((message, index) => messageItem(message, `m:${index}`, worker)));
   if (hadFocus >= 0) list.querySelectorAll("button")[hadFocus]?.focus({ preventScroll: true });
   find("waits").hidden = !step.waits.length;
   find("waits-list").replaceChildren(...step.waits.map(waitItem));
   choose(chosenMessage);
 }
 
-function messageItem(message, worker) {
-  const id = `m:${message.message_id}`;
+function messageItem(message, id, worker) {
   const state = message.waits_for ? `waits for ${message.waits_for}` : message.has_arrived ? (message.time_s === null || message.time_s === undefined ? "" : duration(message.time_s)) : "on its way";
   const button = make(
     "button",

@@ -2,7 +2,7 @@
 
 import { bytes, duration, make, makeSvg, shortName } from "./format.js";
 
-const KINDS = ["call", "queue", "run", "serialize", "backward", "join", "local_engine", "wait", "commit", "optimizer_step", "rref", "checkpoint", "connection"];
+const KINDS = ["call", "serialize", "wire", "queue", "deserialize", "run", "backward", "join", "gradients", "local_engine", "wait", "commit", "optimizer_step", "rref", "checkpoint", "connection"];
 const ROW_PX = 18;
 const BAR_PX = 15;
 const AXIS_PX = 24;
