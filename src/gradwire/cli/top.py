@@ -23,9 +23,13 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _MOST_ROWS = 200  # of workers, in output that is not a terminal
+_FRAME_LINES = 17  # titles, headers, empty lines, and three that say how much more there is
 _QUIT_KEYS = (b"q", b"Q", b"\x1b", b"\x03")
 _SLOW_S = 5.0  # calls and passes of this age are shown in yellow
 _BAR_CELLS = 8
+_WIDE = 92  # characters that the table of workers needs with everything in it
+_CALL_HEADERS = ("function", "caller", "waits for")
+_PASS_HEADERS = ("root", "context", "waits for")
 _PHASES = {"run": "green", "wait": "yellow", "queue": "red", "reply": "cyan"}
 _STATES = {"running": "green", "lost": "bold red", "ended": "dim"}
 
@@ -40,13 +44,13 @@ def show_top(wanted: str | None, interval_s: float) -> None:
     if not (console.is_terminal and sys.stdin.isatty()):
         if isinstance(report, NoReport):
             fail(f"{name_of(path)}: {report}")
-        console.print(render(report, num_lines=None))
+        console.print(render(report, console.width, None))
         return
     from rich.live import Live
 
     with _keys() as pressed, Live(console=console, auto_refresh=False, screen=True) as live:
         while report is not None:
-            live.update(_frame(path, report, console.size.height), refresh=True)
+            live.update(_frame(path, report, console.width, console.height), refresh=True)
             if pressed(interval_s):
                 return
             report = read_unless_gone(path)
@@ -86,16 +90,16 @@ def _keys() -> Iterator[Any]:
         termios.tcsetattr(stdin, termios.TCSADRAIN, before)
 
 
-def _frame(path: Path, report: ClusterReport | NoReport, num_lines: int) -> RenderableType:
+def _frame(path: Path, report: ClusterReport | NoReport, width: int, num_lines: int) -> RenderableType:
     from rich.text import Text
 
     if isinstance(report, NoReport):
         return Text(f"{name_of(path)}: {report}\n\nq quits", style="yellow")
-    return render(report, num_lines)
+    return render(report, width, num_lines)
 
 
-def render(report: ClusterReport, num_lines: int | None) -> RenderableType:
-    """Return everything about a cluster in at most that many lines; all of it if the number is None."""
+def render(report: ClusterReport, width: int, num_lines: int | None) -> RenderableType:
+    """Return what a cluster does, in about that many lines; all of it if the number is None."""
     from rich.console import Group
     from rich.text import Text
 
@@ -103,11 +107,12 @@ def render(report: ClusterReport, num_lines: int | None) -> RenderableType:
     parts: list[RenderableType] = [_title(report), Text()]
     calls = sorted(((worker, call) for worker in members for call in worker.calls), key=lambda pair: -pair[1].seconds)
     passes = sorted(((worker, item) for worker in members for item in worker.passes), key=lambda pair: -pair[1].seconds)
-    room = _MOST_ROWS if num_lines is None else max(3, num_lines - 13)  # without titles, headers and empty lines
+    num_notes = sum(worker.exit_reason is not None for worker in members)
+    room = _MOST_ROWS if num_lines is None else max(3, num_lines - num_notes - _FRAME_LINES)
     num_passes = min(len(passes), max(2, room // 4))
     num_calls = min(len(calls), max(3, (room - num_passes) // 2))
     num_workers = max(1, room - num_passes - num_calls)
-    parts.append(_workers(members, num_workers))
+    parts.append(_workers(members, num_workers, width))
     parts += [Text(), Text("Calls in progress, the longest first", style="bold")]
     parts.append(_calls(calls[:num_calls]) if calls else Text("none", style="dim"))
     _add_rest(parts, len(calls) - num_calls, "calls")
@@ -144,50 +149,46 @@ def _title(report: ClusterReport) -> RenderableType:
     )
 
 
-def _table(*headers: tuple[str, str]) -> Table:
+def _table(*headers: tuple[str, str], gap: int = 2) -> Table:
     from rich import box
     from rich.table import Table
 
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0), header_style="dim")
     for header, justify in headers:
         is_wide = header in ("function", "waits for")
         table.add_column(header, justify=justify, no_wrap=True, overflow="ellipsis", ratio=1 if is_wide else None)  # type: ignore[arg-type]
     return table
 
 
-def _workers(members: list[WorkerStatus], most: int) -> RenderableType:
+def _workers(members: list[WorkerStatus], most: int, width: int) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
     shown = sorted(members, key=_importance)[:most]
     busiest = max((worker.calls_per_s or 0.0 for worker in members), default=0.0)
+    is_narrow = width < _WIDE
+    has_devices = not is_narrow or any(worker.device not in (None, "cpu") for worker in members)
     table = _table(
-        *((header, "left") for header in ("worker", "state", "device")),
+        ("worker", "left"),
+        ("state", "left"),
+        *((("device", "left"),) if has_devices else ()),
         ("memory", "right"),
         ("calls/s", "right"),
-        ("", "left"),
-        ("running", "right"),
-        ("queued", "right"),
-        ("sent", "right"),
-        ("received", "right"),
+        *(() if is_narrow else (("", "left"),)),
+        *((header, "right") for header in ("running", "queued", "sent", "received")),
+        gap=1 if is_narrow else 2,
     )
     for worker in sorted(shown, key=lambda worker: worker.rank):
-        queued = Text("-" if worker.num_queued is None else str(worker.num_queued))
-        if worker.num_queued:
-            queued.stylize("red")
         is_silent = worker.state == "running" and worker.num_running is None
         table.add_row(
             Text(worker.name, style="bold" if worker.num_running else ""),
-            Text(
-                "no answer" if is_silent else worker.state,
-                style="red" if is_silent else _STATES.get(worker.state, "yellow"),
-            ),
-            Text(worker.device or "-"),
+            Text("no answer", "red") if is_silent else Text(worker.state, _STATES.get(worker.state, "yellow")),
+            *((worker.device or "-",) if has_devices else ()),
             format_bytes(worker.rss_bytes),
             format_rate(worker.calls_per_s),
-            Text(_bar(worker.calls_per_s or 0.0, busiest), style="cyan"),
+            *(() if is_narrow else (Text(_bar(worker.calls_per_s or 0.0, busiest), "cyan"),)),
             "-" if worker.num_running is None else str(worker.num_running),
-            queued,
+            Text("-" if worker.num_queued is None else str(worker.num_queued), "red" if worker.num_queued else ""),
             format_bytes(worker.bytes_sent),
             format_bytes(worker.bytes_received),
         )
@@ -260,7 +261,7 @@ def _passes(passes: list[tuple[WorkerStatus, Any]]) -> RenderableType:
             Text(worker.name),
             Text(item.phase),
             Text(item.root),
-            Text(f"{item.context_id:#x}"),
+            Text(str(item.context_id)),
             Text(waits_for, style="red" if item.waits_for and item.seconds >= _SLOW_S else ""),
         )
     return table
