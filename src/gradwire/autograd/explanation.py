@@ -25,10 +25,9 @@ from gradwire.autograd.worker_views import (
     WorkerView,
     find_settlers,
     first,
-    short,
 )
 from gradwire.errors import AutogradError, UnknownWorker
-from gradwire.types import Id, WorkerInfo, creator_of
+from gradwire.types import Id, WorkerInfo, creator_of, short
 from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import prepare
 
@@ -185,7 +184,7 @@ class Prober:
                 for item in first(recvs.values())
             ),
             segments,
-            tuple(self._pass_view(item) for item in passes[:MOST_PASSES]),
+            tuple(self.view_pass(item) for item in passes[:MOST_PASSES]),
         )
 
     def _send_view(self, send: RecordedSend) -> MessageView:
@@ -195,7 +194,7 @@ class Prober:
             send.message_id, peer, short(send.function), where, send.num_tensors, send.num_bytes, is_result, send.at_ns
         )
 
-    def _pass_view(self, current: BackwardPass) -> PassView:
+    def view_pass(self, current: BackwardPass) -> PassView:
         snapshot = current.snapshot(self._agent.info.name, self._label_of)
         waiting, state = first(snapshot.waiting), current.state
         return PassView(

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradwire.cluster.api import Cluster
     from gradwire.cluster.monitor import MembershipEvent
-    from gradwire.cluster.status import ClusterStatus, WorkerStatus
+    from gradwire.cluster.status import CallStatus, ClusterStatus, PassStatus, WorkerStatus
     from gradwire.cluster.worker import Worker
 
-__all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Worker", "WorkerStatus"]
+__all__ = ["CallStatus", "Cluster", "ClusterStatus", "MembershipEvent", "PassStatus", "Worker", "WorkerStatus"]
 
 # Imported on first use: the command line shows the status of clusters, for which it does not need torch.
 _HOMES = {
+    "CallStatus": "status",
     "Cluster": "api",
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
+    "PassStatus": "status",
     "Worker": "worker",
     "WorkerStatus": "status",
 }

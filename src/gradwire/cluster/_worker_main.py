@@ -32,7 +32,7 @@ from gradwire.cluster._control import (
 from gradwire.cluster._process import name_process
 from gradwire.cluster.driver import DRIVER
 from gradwire.cluster.membership import follow_driver
-from gradwire.cluster.status import serve_usage
+from gradwire.cluster.usage import serve_usage
 from gradwire.dashboard.worker_report import serve_reports
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -69,7 +69,7 @@ def run_worker(fds: WorkerFds) -> None:
     directory = StaticDirectory(spec.addresses)
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder), after=spec.after)
     directory.complete()
-    serve_usage(agent)
+    serve_usage(agent, DRIVER)
     serve_reports(agent, DRIVER)
     follow_driver(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)

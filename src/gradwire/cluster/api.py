@@ -16,18 +16,20 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
 import torch
 
 from gradwire import _interrupts
-from gradwire.cluster.driver import CLUSTER, MAX_WORKERS, check_count, check_names
+from gradwire.cluster.driver import CLUSTER, DRIVER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
-from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
+from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
+from gradwire.cluster.usage import CallRates, Usage, ask_usage, measure_usage
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized, UnknownWorker, WorkerLost
@@ -94,7 +96,9 @@ class Cluster:
         atexit.register(self.close)
         self._agent.extensions[CLUSTER] = self
         set_current_agent(self._agent, self._shut_down)
-        self._status_socket = StatusSocket.open(self.status)
+        self._opened_at = time.monotonic()
+        self._rates = CallRates()
+        self._status_socket = StatusSocket.open(self.status, self._driver_status)
 
     @property
     def name(self) -> str | None:
@@ -595,26 +599,47 @@ class Cluster:
         return f"  {info.name}: rank {info.id}, {member.spec.role}, {process}, {self._monitor.state_of(member)}"
 
     def status(self) -> ClusterStatus:
-        """Return a record for each worker with its state, memory and calls; it prints as a table."""
+        """Return a record for each worker with its state, memory, calls and bytes; it prints as a table."""
         members = self._monitor.members()
         running = [member.name for member in members if member.handle.state is WorkerState.RUNNING]
         usage = ask_usage(self._agent, running, _SURVEY_S)
-        return ClusterStatus(
-            WorkerStatus(
-                name=member.name,
-                rank=member.spec.info.id,
-                role=member.spec.role,
-                pid=member.handle.pid,
-                state=self._monitor.state_of(member),
-                uptime_s=member.handle.uptime_s,
-                rss_bytes=usage[member.name].rss_bytes if member.name in usage else None,
-                device_bytes=usage[member.name].device_bytes if member.name in usage else None,
-                calls_served=usage[member.name].calls_served if member.name in usage else None,
-                restarts=self._monitor.num_restarts(member),
-                exit_reason=self._monitor.lost_reason(member),
-            )
-            for member in members
+        self._rates.forget_all_but([DRIVER, *(member.name for member in members)])
+        return ClusterStatus(self._status_of(member, usage.get(member.name)) for member in members)
+
+    def _status_of(self, member: Member, usage: Usage | None) -> WorkerStatus:
+        status = WorkerStatus(
+            name=member.name,
+            rank=member.spec.info.id,
+            role=member.spec.role,
+            pid=member.handle.pid,
+            state=self._monitor.state_of(member),
+            uptime_s=member.handle.uptime_s,
+            rss_bytes=None,
+            calls_served=None,
+            restarts=self._monitor.num_restarts(member),
+            exit_reason=self._monitor.lost_reason(member),
         )
+        return status if usage is None else self._with_usage(status, usage)
+
+    def _driver_status(self) -> WorkerStatus:
+        """Return the same about this process."""
+        status = WorkerStatus(
+            name=self._agent.info.name,
+            rank=self._agent.info.id,
+            role=DRIVER,
+            pid=self._owner_pid,
+            state="running",
+            uptime_s=time.monotonic() - self._opened_at,
+            rss_bytes=None,
+            calls_served=None,
+            restarts=0,
+            exit_reason=None,
+        )
+        return self._with_usage(status, measure_usage(self._agent))
+
+    def _with_usage(self, status: WorkerStatus, usage: Usage) -> WorkerStatus:
+        rate = self._rates.rate(status.name, status.pid, status.uptime_s, usage.calls_served, time.monotonic())
+        return dataclasses.replace(status, calls_per_s=rate, **msgspec.structs.asdict(usage))
 
     def dashboard(self, port: int = 0) -> Dashboard:
         """Open the live page of this cluster, on this machine's loopback; see ``docs/guides/seeing.md``.
@@ -646,7 +671,8 @@ class Cluster:
 
     def _dashboard_rows(self) -> list[dict[str, Any]]:
         hosts = {member.name: member.handle.host for member in self._monitor.members()}
-        return [{**dataclasses.asdict(item), "host": hosts.get(item.name, "")} for item in self.status()]
+        found = [*self.status(), self._driver_status()]
+        return [{**dataclasses.asdict(item), "host": hosts.get(item.name, socket.gethostname())} for item in found]
 
     def close(self, grace: float = _GRACE_S) -> None:
         """Stop all workers. Safe to call more than once.

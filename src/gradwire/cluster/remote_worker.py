@@ -36,7 +36,7 @@ from gradwire.cluster._worker_main import reset_seeds
 from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
-from gradwire.cluster.status import serve_usage
+from gradwire.cluster.usage import serve_usage
 from gradwire.dashboard.worker_report import serve_reports
 from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
@@ -229,7 +229,7 @@ class RemoteWorker:
                 _start_thread(self._reach_driver, agent, driver)
 
         follow_driver(agent, driver)
-        serve_usage(agent)
+        serve_usage(agent, driver)
         serve_reports(agent, driver)
         agent.server.register_control(LEAVE, on_leave)
         agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)

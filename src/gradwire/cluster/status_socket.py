@@ -59,6 +59,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
         folder: The folder in which the driver was started.
         uptime_s: Seconds since the cluster was opened.
         workers: The result of `Cluster.status`.
+        driver: The same about the driver.
     """
 
     name: str
@@ -68,6 +69,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     uptime_s: float
     workers: tuple[WorkerStatus, ...]
+    driver: WorkerStatus
 
 
 # The driver's side
@@ -79,8 +81,9 @@ class StatusSocket:
     As a context manager it closes itself at the end.
     """
 
-    def __init__(self, status: Callable[[], ClusterStatus]) -> None:
+    def __init__(self, status: Callable[[], ClusterStatus], driver_status: Callable[[], WorkerStatus]) -> None:
         self._status = status
+        self._driver_status = driver_status
         self._opened_at = time.monotonic()
         self._owner_pid = os.getpid()
         self._folder = ""
@@ -92,10 +95,12 @@ class StatusSocket:
         _open_sockets.add(self)
 
     @classmethod
-    def open(cls, status: Callable[[], ClusterStatus]) -> StatusSocket | None:
+    def open(
+        cls, status: Callable[[], ClusterStatus], driver_status: Callable[[], WorkerStatus]
+    ) -> StatusSocket | None:
         """Start serving; return None if that is not possible, which must not prevent a cluster from working."""
         try:
-            return cls(status)
+            return cls(status, driver_status)
         except OSError as error:
             _log.warning("`gradwire status` will not show this cluster: %s", error)
             return None
@@ -149,6 +154,7 @@ class StatusSocket:
             folder=self._folder,
             uptime_s=time.monotonic() - self._opened_at,
             workers=tuple(self._status()),
+            driver=self._driver_status(),
         )
 
 

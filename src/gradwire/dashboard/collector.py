@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.pending_calls import PendingCall
 
 Row = Mapping[str, Any]
-"""A worker: ``name``, ``state``, ``exit_reason``, ``pid``, ``host`` and whatever else the table shows."""
+"""A worker, or the driver: ``name``, ``state``, ``exit_reason``, ``pid``, ``host`` and what else the table shows."""
 
 _ANSWER_S = 1.0
 _GRAPH_S = 0.5
@@ -80,13 +80,13 @@ class Collector:
 
     def find_row(self, worker: str) -> Row | None:
         """Return the row of a worker, the driver's too; None if there is none."""
-        return next((row for row in [*self._rows(), self._driver_row()] if row["name"] == worker), None)
+        return next((row for row in self._rows() if row["name"] == worker), None)
 
     def collect(self) -> State:
         """Ask all workers, and return what the page shows now."""
-        rows = [*self._rows(), self._driver_row()]
-        reports = self._ask([row["name"] for row in rows if row["state"] == "running" and row["role"] != "driver"])
-        reports[self._agent.info.name] = self._own.report()
+        rows, own = self._rows(), self._agent.info.name
+        reports = self._ask([row["name"] for row in rows if row["state"] == "running" and row["name"] != own])
+        reports[own] = self._own.report()
         clocks = self._known_clocks(reports)
         now, clock = time.time(), time.monotonic()
         makers = {item.context_id: name for name, report in reports.items() for item in report.contexts}
@@ -153,17 +153,6 @@ class Collector:
         waiting = sorted((since, item) for item, since in self._open_since.items() if clock - since > _OPEN_S)
         return [item for _, item in waiting[:_MOST_OPEN]]
 
-    def _driver_row(self) -> Row:
-        return {
-            "name": self._agent.info.name,
-            "rank": self._agent.info.id,
-            "role": "driver",
-            "state": "running",
-            "exit_reason": None,
-            "pid": os.getpid(),
-            "host": "",
-        }
-
     def _add_failures(self, worker: str, report: WorkerReport, now: float) -> None:
         for span in report.spans:
             if span.outcome not in ("ok", ""):
@@ -213,10 +202,7 @@ class Collector:
             **row,
             "has_answered": report is not None,
             "last_seen_s": None if seen_at is None else clock - seen_at,
-            "num_running": None if report is None else report.num_running,
-            "num_waiting": None if report is None else report.num_waiting,
-            "num_queued": None if report is None else report.num_queued,
-            "num_contexts": None if report is None else len(report.contexts),
+            "is_driver": row["name"] == self._agent.info.name,
         }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gradwire.autograd.worker_views import short
+from gradwire.types import short
 from gradwire.dashboard.worker_report import STACKS, Frame, ThreadStack, ThreadStacks, own_stacks
 from gradwire.errors import GradwireError
 

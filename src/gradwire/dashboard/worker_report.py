@@ -19,10 +19,10 @@ import msgspec
 import torch
 
 from gradwire.autograd.context import EXTENSION as AUTOGRAD
-from gradwire.autograd.worker_views import Text, WorkerView, short
+from gradwire.autograd.worker_views import WorkerView
 from gradwire.errors import AuthenticationFailed
 from gradwire.observe import events
-from gradwire.types import Id, WorkerInfo, creator_of
+from gradwire.types import Id, Text, WorkerInfo, creator_of, short
 from gradwire.wire.messages import prepare
 
 if TYPE_CHECKING:
@@ -88,10 +88,6 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     """What one worker does."""
 
     now_ns: Id
-    num_running: Id
-    num_waiting: Id
-    num_queued: Id
-    num_pending: Id
     references: References
     contexts: Annotated[tuple[OpenContext, ...], msgspec.Meta(max_length=MOST_CONTEXTS)]
     step: Step | None
@@ -223,14 +219,9 @@ class Reporter:
 
     def report(self) -> WorkerReport:
         """Return what this worker does, and observe until the next report."""
-        numbers = self._agent.statistics()
         spans, num_dropped = self._spans.take()
         return WorkerReport(
             time.monotonic_ns(),
-            numbers.num_running,
-            numbers.num_waiting,
-            numbers.num_queued,
-            numbers.num_pending,
             self._references(),
             tuple(self._open_contexts()),
             self._capture.take(),

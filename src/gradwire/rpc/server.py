@@ -26,6 +26,7 @@ from gradwire._torch import TorchFuture
 from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
 from gradwire.observe import events
 from gradwire.rpc.call_events import tell_arrived, tell_run
+from gradwire.rpc.codec import describe_function
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
@@ -293,9 +294,10 @@ class Server:
                 return
         while request is not None:
             with self._lock:
-                is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+                now = time.monotonic()
+                is_wanted = not request.is_dropped and now < request.deadline
                 if is_wanted:
-                    request.phase = "run"
+                    request.phase, request.started = "run", now
             if is_wanted:
                 self._run(request)
             else:
@@ -332,6 +334,8 @@ class Server:
             kept = notes.pop(keeper[0], None) if keeper is not None else None
             function, args, kwargs = self.agent.codec.load_call(frame, frame.message, source.info)
             request.frame = None  # not before: see `has_unread_call_of`
+            if not request.function:
+                request.function = describe_function(function)  # it was sent by value
             if began_ns:
                 tell_arrived(request, frame.message, began_ns)
             called = function
@@ -489,6 +493,11 @@ class Server:
         owed = sum(len(item.requests) for item in list(self.incoming) if item.lane == "calls")
         # Looked at last: a request is taken off its list while its answer is being sent.
         return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
+
+    def requests(self) -> list[Request]:
+        """Return the calls of other workers, and of this one to itself, that are queued or running here."""
+        connections = [self.agent.client.loopback, *list(self.incoming)]
+        return [item for lane in connections if lane.lane == "calls" for item in list(lane.requests.values())]
 
     def control_lanes(self) -> list[Connection]:
         return [incoming for incoming in list(self.incoming) if incoming.lane == "control"]

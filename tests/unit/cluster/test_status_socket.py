@@ -52,7 +52,7 @@ def answer() -> ClusterStatus:
 
 
 def opened() -> StatusSocket:
-    found = StatusSocket.open(answer)
+    found = StatusSocket.open(answer, lambda: _WORKER)
     assert found is not None
     return found
 
@@ -82,7 +82,7 @@ def test_a_folder_that_is_open_to_others_is_not_used(
 ) -> None:
     (runtime_folder / "gradwire").mkdir()
     (runtime_folder / "gradwire").chmod(mode)
-    assert StatusSocket.open(answer) is None
+    assert StatusSocket.open(answer, lambda: _WORKER) is None
     assert "`gradwire status` will not show this cluster" in caplog.text
     assert list_sockets() == []
 
@@ -90,7 +90,7 @@ def test_a_folder_that_is_open_to_others_is_not_used(
 def test_a_link_to_a_folder_is_not_followed(runtime_folder: Path) -> None:
     (runtime_folder / "elsewhere").mkdir(mode=0o700)
     (runtime_folder / "gradwire").symlink_to(runtime_folder / "elsewhere")
-    assert StatusSocket.open(answer) is None
+    assert StatusSocket.open(answer, lambda: _WORKER) is None
 
 
 def test_processes_of_other_users_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +119,7 @@ def test_a_status_that_fails_ends_neither_the_driver_nor_the_socket() -> None:
     def fail() -> ClusterStatus:
         raise RuntimeError("the agent was shut down")
 
-    here = StatusSocket.open(fail)
+    here = StatusSocket.open(fail, lambda: _WORKER)
     assert here is not None
     with here:
         for _ in range(2):
@@ -156,7 +156,7 @@ def test_a_driver_removes_what_others_left_and_asks_none_that_lives(
         questions.append(None)
         return answer()
 
-    living = StatusSocket.open(count)
+    living = StatusSocket.open(count, lambda: _WORKER)
     assert living is not None
     monkeypatch.setattr(sys, "argv", ["/some/where/other.py"])
     with living, opened():
@@ -216,7 +216,7 @@ def test_a_driver_that_does_not_answer_is_given_up() -> None:
         go_on.wait(20.0)
         return answer()
 
-    here = StatusSocket.open(wait)
+    here = StatusSocket.open(wait, lambda: _WORKER)
     assert here is not None
     with here:
         with pytest.raises(NoReport, match=r"no response within 0\.05 s"):

@@ -61,7 +61,7 @@ function showWorkers(workers) {
   const counts = {};
   for (const worker of workers) {
     states.set(worker.name, worker.state);
-    if (worker.role !== "driver") counts[worker.state] = (counts[worker.state] || 0) + 1;
+    if (!worker.is_driver) counts[worker.state] = (counts[worker.state] || 0) + 1;
     const history = rates.get(worker.name) || [];
     history.push(worker.calls_per_s ?? 0);
     rates.set(worker.name, history.slice(-HISTORY));
@@ -70,7 +70,7 @@ function showWorkers(workers) {
   // Rows are changed in place: the focus stays where it is.
   const body = find("workers-rows");
   const rows = new Map([...body.children].map((row) => [row.dataset.worker, row]));
-  const ordered = [...workers].sort((a, b) => (b.role === "driver") - (a.role === "driver"));
+  const ordered = [...workers].sort((a, b) => b.is_driver - a.is_driver);
   ordered.forEach((worker, index) => {
     const row = rows.get(worker.name) || makeRow(worker);
     rows.delete(worker.name);
@@ -104,7 +104,7 @@ function fillRow(row, worker) {
   device.textContent = worker.device || "cpu";
   memory.textContent = worker.device_bytes ? `${bytes(worker.rss_bytes)} + ${bytes(worker.device_bytes)}` : bytes(worker.rss_bytes);
   calls.replaceChildren(make("span", { class: "rate" }, sparkline(rates.get(worker.name)), make("span", {}, rate(worker.calls_per_s))));
-  running.textContent = worker.num_running === null ? "–" : worker.num_waiting ? `${worker.num_running} (${worker.num_waiting} waiting)` : worker.num_running;
+  running.textContent = worker.num_running ?? "–";
   queue.textContent = worker.num_queued ?? "–";
   traffic.textContent = worker.bytes_sent === undefined || worker.bytes_sent === null ? "–" : `${bytes(worker.bytes_sent)} / ${bytes(worker.bytes_received)}`;
   seen.textContent = worker.last_seen_s === null ? "–" : worker.last_seen_s < 2 ? "now" : `${duration(worker.last_seen_s)} ago`;
