@@ -145,9 +145,7 @@ class Prober:
                     found[name] = 0
         return found
 
-    def _views_of_all(
-        self, context_id: int, roots: Sequence[torch.Tensor], timeout_s: float
-    ) -> dict[int, WorkerView]:
+    def _views_of_all(self, context_id: int, roots: Sequence[torch.Tensor], timeout_s: float) -> dict[int, WorkerView]:
         context = self._container.find(context_id)
         found = {} if context is None else {self._container.worker: self._view(context, roots)}
         known = {creator_of(context_id)} - {self._container.worker} if context is None else ()
@@ -179,7 +177,12 @@ class Prober:
             tuple(self._send_view(item) for item in listed.values()),
             tuple(
                 MessageView(
-                    item.message_id, self._label_of(item.peer), short(item.function), "", item.num_tensors, at_ns=item.at_ns
+                    item.message_id,
+                    self._label_of(item.peer),
+                    short(item.function),
+                    "",
+                    item.num_tensors,
+                    at_ns=item.at_ns,
                 )
                 for item in first(recvs.values())
             ),

@@ -666,7 +666,9 @@ class Cluster:
             if current is None or current.is_closed:
                 current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)
         if port not in (0, current.port):
-            raise ConfigurationError(f"the page of this cluster is open already, on port {current.port}; close it first")
+            raise ConfigurationError(
+                f"the page of this cluster is open already, on port {current.port}; close it first"
+            )
         return current
 
     def _dashboard_rows(self) -> list[dict[str, Any]]:

@@ -37,8 +37,8 @@ from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, 
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
 from gradwire.cluster.usage import serve_usage
-from gradwire.dashboard.worker_report import serve_reports
 from gradwire.config import WorkerConfig
+from gradwire.dashboard.worker_report import serve_reports
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, reserved_for, set_current_agent

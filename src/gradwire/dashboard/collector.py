@@ -1,9 +1,9 @@
 """Asks the workers, and keeps what the page shows.
 
-    Collector.collect()     once a second while a page is open, in a thread of the server
-        rows()                  the cluster: which workers there are, and how they are
-        ~dashboard.report       each worker: queue, references, contexts, spans, the graph of a step
-        ~autograd.explain       the graphs of contexts that stay open
+Collector.collect()     once a second while a page is open, in a thread of the server
+    rows()                  the cluster: which workers there are, and how they are
+    ~dashboard.report       each worker: queue, references, contexts, spans, the graph of a step
+    ~autograd.explain       the graphs of contexts that stay open
 """
 
 from __future__ import annotations

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from gradwire.types import short
 from gradwire.dashboard.worker_report import STACKS, Frame, ThreadStack, ThreadStacks, own_stacks
 from gradwire.errors import GradwireError
+from gradwire.types import short
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent

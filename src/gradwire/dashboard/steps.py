@@ -148,10 +148,7 @@ class Steps:
 
     def choose(self, context_id: int | None) -> dict[str, Any] | None:
         """Return one step; without an id the one to look at first: one that is stalled, or else the latest."""
-        if context_id is None:
-            latest = next(iter(self._in_order()), None)
-        else:
-            latest = self._records.get(context_id)
+        latest = next(iter(self._in_order()), None) if context_id is None else self._records.get(context_id)
         if latest is not None:
             return latest.as_data()
         outside = self._spans.get(OUTSIDE)
@@ -171,9 +168,7 @@ class Steps:
                 self._records.popitem(last=False)
         return record
 
-    def _fill(
-        self, record: StepRecord, views: Sequence[WorkerView], now: float, clocks: Mapping[str, int]
-    ) -> None:
+    def _fill(self, record: StepRecord, views: Sequence[WorkerView], now: float, clocks: Mapping[str, int]) -> None:
         record.graph = assemble(record.context_id, views, clocks)
         record.waits = find_waits(views)
         record.updated_at = now

@@ -7,6 +7,11 @@ import { bytes, duration, shortName } from "./format.js";
 cytoscape.use(dagre);
 
 const PAN_PX = 60;
+const PAD_PX = 24;
+const LEAST_PX = 240;
+const MOST_PX = 620;
+const MOST_ZOOM = 1.15;
+const READABLE = 0.62;
 const FONT = "ui-sans-serif, system-ui, -apple-system, Segoe UI, Roboto, Helvetica, Arial, sans-serif";
 
 export function messageLabel(message) {
@@ -77,18 +82,28 @@ export class Graph {
     });
   }
 
+  // From left to right if that can be read, else from top to bottom, where there is more room.
   arrange() {
-    const isWide = this.container.clientWidth > 620;
-    this.isWide = isWide;
-    this.cy.layout({ name: "dagre", rankDir: isWide ? "LR" : "TB", nodeSep: isWide ? 26 : 22, rankSep: isWide ? 96 : 58, edgeSep: 16, ranker: "tight-tree", animate: false, fit: false }).run();
+    this.width = this.container.clientWidth;
+    const zoom = this.layOut("LR");
+    if (zoom < READABLE && this.layOut("TB") < zoom) this.layOut("LR");
     this.fit();
+  }
+
+  layOut(rankDir) {
+    const isWide = rankDir === "LR";
+    this.cy.layout({ name: "dagre", rankDir, nodeSep: 24, rankSep: isWide ? 80 : 52, edgeSep: 14, ranker: "tight-tree", animate: false, fit: false }).run();
+    const box = this.cy.elements().boundingBox();
+    const zoom = Math.min(MOST_ZOOM, (this.width - 2 * PAD_PX) / box.w, (MOST_PX - 2 * PAD_PX) / box.h);
+    this.container.style.height = `${Math.max(LEAST_PX, Math.min(MOST_PX, box.h * zoom + 2 * PAD_PX))}px`;
+    return zoom;
   }
 
   fit() {
     this.cy.resize();
-    this.cy.fit(undefined, 26);
-    if (this.cy.zoom() > 1.15) {
-      this.cy.zoom(1.15);
+    this.cy.fit(undefined, PAD_PX);
+    if (this.cy.zoom() > MOST_ZOOM) {
+      this.cy.zoom(MOST_ZOOM);
       this.cy.center();
     }
   }
@@ -103,9 +118,7 @@ export class Graph {
   }
 
   onResize() {
-    if (!this.cy.elements().length || !this.container.clientWidth) return;
-    if (this.isWide === this.container.clientWidth > 620) this.fit();
-    else this.arrange();
+    if (this.cy.elements().length && this.container.clientWidth && this.container.clientWidth !== this.width) this.arrange();
   }
 
   onKey(event) {

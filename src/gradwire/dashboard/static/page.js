@@ -5,6 +5,7 @@ import { Graph, messageLabel } from "./graph.js";
 import { Timeline } from "./timeline.js";
 
 const HISTORY = 60;
+const LONG_S = 1;
 const STATES = { running: "good", lost: "bad", ended: "", starting: "warn", restarting: "warn", leaving: "warn" };
 
 const find = (id) => document.getElementById(id);
@@ -104,7 +105,8 @@ function fillRow(row, worker) {
   device.textContent = worker.device || "cpu";
   memory.textContent = worker.device_bytes ? `${bytes(worker.rss_bytes)} + ${bytes(worker.device_bytes)}` : bytes(worker.rss_bytes);
   calls.replaceChildren(make("span", { class: "rate" }, sparkline(rates.get(worker.name)), make("span", {}, rate(worker.calls_per_s))));
-  running.textContent = worker.num_running ?? "–";
+  const longest = worker.calls?.[0];
+  running.replaceChildren(String(worker.num_running ?? "–"), longest && longest.seconds > LONG_S ? make("small", { class: "muted" }, `${shortName(longest.function)} ${duration(longest.seconds)}`) : "");
   queue.textContent = worker.num_queued ?? "–";
   traffic.textContent = worker.bytes_sent === undefined || worker.bytes_sent === null ? "–" : `${bytes(worker.bytes_sent)} / ${bytes(worker.bytes_received)}`;
   seen.textContent = worker.last_seen_s === null ? "–" : worker.last_seen_s < 2 ? "now" : `${duration(worker.last_seen_s)} ago`;
