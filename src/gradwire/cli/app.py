@@ -225,6 +225,32 @@ def top(
     show_top(cluster, interval_s)
 
 
+@_command(app, epilog=_EXIT_CODES)
+def dashboard(
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+            show_default=False,
+        ),
+    ] = None,
+    opens_browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser.")] = False,
+) -> None:
+    """Print a link to the live page of a running cluster: workers, graph, time line, errors, references, stacks.
+
+    The driver of the cluster serves the page, on this machine alone. Each link works once.
+
+    [bold]Examples[/]
+
+      gradwire dashboard
+      gradwire dashboard train-4711 --open
+    """
+    from gradwire.cli.dashboard_link import show_link
+
+    show_link(cluster, opens_browser=opens_browser)
+
+
 @_command(app, epilog="Exit codes: 0 if nothing failed (there may be warnings), 1 if something did, 130 Ctrl-C.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -98,7 +98,8 @@ class Cluster:
         set_current_agent(self._agent, self._shut_down)
         self._opened_at = time.monotonic()
         self._rates = CallRates()
-        self._status_socket = StatusSocket.open(self.status, self._driver_status)
+        operations = {"dashboard": lambda: self.dashboard().url}
+        self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
 
     @property
     def name(self) -> str | None:

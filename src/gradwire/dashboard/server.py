@@ -243,7 +243,7 @@ class _Pages:
                 await asyncio.wait_for(self._wanted.wait(), INTERVAL_S)
 
     async def _collect(self) -> State:
-        state = await self._in_thread(self._collector.collect)
+        state: State = await self._in_thread(self._collector.collect)
         assert self._changed is not None
         async with self._changed:
             self._state = state

@@ -13,6 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Sequence
+from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -278,11 +279,11 @@ def own_stacks() -> tuple[ThreadStack, ...]:
         if ident == asking:
             continue
         frames: list[Frame] = []
-        current = frame
+        current: FrameType | None = frame
         while current is not None and len(frames) < _MOST_FRAMES:
             code = current.f_code
             frames.append(Frame(short(code.co_name), short(code.co_filename), current.f_lineno or 0))
-            current = current.f_back  # type: ignore[assignment]
+            current = current.f_back
         found.append(ThreadStack(short(names.get(ident, f"thread {ident}")), tuple(frames)))
     return tuple(sorted(found, key=lambda item: item.name))
 
