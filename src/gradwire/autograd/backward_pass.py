@@ -42,6 +42,7 @@ from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.types import COUNTER_BITS, WorkerInfo
 
 if TYPE_CHECKING:
+    from gradwire.autograd.pass_events import PassTrace
     from gradwire.autograd.stall_detector import StallDetector
 
 _MOST_TENSORS = 1 << 20  # in one message; peers cannot claim more
@@ -152,6 +153,7 @@ class BackwardPass:
         # of the engine; and the components that wait for that thread.
         self.runs_in: int | None = None
         self.errands: list[Action] = []
+        self.trace: PassTrace | None = None  # tells what happens to it; None if nothing was observed when it began
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -347,7 +349,11 @@ class BackwardPass:
         return True
 
     def _commit(self) -> None:
+        if self.trace is not None:
+            self.trace.note_commit()
         self.context.end_pass(self, is_committed=True)  # if that fails, nothing has changed
+        if self.trace is not None:
+            self.trace.note_committed()
         self.state.commit()
         self._forget()
 

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire import _interrupts
 from gradwire.errors import CallCancelled, ConnectionClosed, ConnectionLost, DecodeError, NotInitialized, RpcTimeout
+from gradwire.observe import events
+from gradwire.rpc.call_events import CallTrace
 from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
@@ -146,7 +148,9 @@ class Client:
         if connection is None and name == agent.info.name:
             connection = self.loopback
         shares_main = self._shares_main(name) if connection is None else connection.shares_main
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
         function_name, packed = agent.codec.pack_call(function, args, kwargs, name, shares_main)
+        packed_ns = time.monotonic_ns() if began_ns else 0
         now = time.monotonic()
         deadline = now + timeout_s if timeout_s > 0 else _NEVER
         label = function_name or describe_function(function)
@@ -155,7 +159,7 @@ class Client:
             future.call = call
         self.num_made += 1
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
-        transfer, is_sent = packed.transfer, False
+        transfer, is_sent, trace = packed.transfer, False, None
         if transfer is not None:
             call.transfer_status, transfer.status.call_id = transfer.status, call.call_id
         try:
@@ -166,9 +170,13 @@ class Client:
                     attach(message.notes, interceptor, Envelope("call", connection.info, label), packed)
             if notes is not None:
                 message.notes.update(notes)
+            if began_ns:
+                trace = call.trace = CallTrace(agent, call, message, began_ns, packed_ns)
             while not self._send(connection, call, message, packed):
                 connection = self._connect(call)
             is_sent = True
+            if trace is not None:
+                trace.tell_sent(message)
         finally:
             if transfer is not None and not is_sent:
                 transfer.status.call_id = 0
@@ -318,6 +326,9 @@ class Client:
     def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         """Complete a call; only for the thread that removed it from its table."""
         call.value, call.error = value, error
+        if call.trace is not None:
+            trace, call.trace = call.trace, None  # the two refer to each other
+            trace.tell_ended(error)
         if call.transfer_status is not None:
             call.transfer_status.call_id = 0  # its contents have arrived, or are no longer wanted there
         future = call.future

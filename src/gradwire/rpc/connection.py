@@ -35,6 +35,8 @@ from gradwire.errors import (
     TransportError,
     WorkerLost,
 )
+from gradwire.observe import events
+from gradwire.rpc.call_events import tell_packed, tell_replied
 from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
 from gradwire.rpc.reader import Reader, Until, current, release_hold
@@ -88,6 +90,7 @@ class Request(msgspec.Struct, eq=False):
         is_dropped: Whether its caller no longer waits for the result.
         waits_for: The call that the function itself is waiting for, if any.
         held: A resource that a layer above holds while the function runs, but not while it waits; or None.
+        received_ns: When it arrived, in `time.monotonic_ns`; 0 if nothing was observed then.
     """
 
     source: Connection
@@ -102,6 +105,7 @@ class Request(msgspec.Struct, eq=False):
     is_dropped: bool = False
     waits_for: PendingCall | None = None
     held: Held | None = None
+    received_ns: int = 0
 
 
 _NOTHING = contextlib.nullcontext()
@@ -273,6 +277,8 @@ class Connection:
             agent.client.completing.add(call)
         if self.peer is not None:
             self.peer.last_seen = time.time()
+        trace = call.trace
+        began_ns = time.monotonic_ns() if trace is not None else 0
         try:
             if isinstance(message, Failure):
                 error = exceptions.rebuild_exception(message.error, agent.trust)
@@ -287,6 +293,8 @@ class Connection:
         except BaseException as problem:  # raised by a class of the user, which the result is unpickled with
             error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
         self.unpacking.discard(message.call_id)
+        if trace is not None:
+            trace.tell_loaded(message, began_ns)
         agent.client.finish(call, value, error)
         if self.num_waiting_for_room:
             self._room.set()
@@ -341,6 +349,8 @@ class Connection:
         else:
             if self.reader is not None:
                 self.reader.is_lingered_on = True  # a call is often followed by the next
+            if events.sink is not None:
+                request.received_ns = time.monotonic_ns()
             self.server.accept(request)
 
     def _has_too_many(self) -> bool:
@@ -366,7 +376,10 @@ class Connection:
     def reply(self, request: Request, value: Any) -> None:
         """Send a result, unless the caller no longer waits for it."""
         codec = self.agent.codec
+        began_ns = time.monotonic_ns() if events.sink is not None and self.lane == "calls" else 0
         packed = codec.pack(value, self.info.name, self.shares_main)
+        if began_ns:
+            tell_packed(request, began_ns, len(packed.body))
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             if packed.transfer is not None:
                 packed.transfer.on_not_sent()
@@ -381,6 +394,8 @@ class Connection:
             except Exception as error:
                 self._fail_instead(request, packed, error)
                 return
+        if began_ns:
+            began_ns = time.monotonic_ns()
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
             if reader is not None and reader.inbox and reader.has_more():
@@ -390,6 +405,8 @@ class Connection:
                     stream.flush()
             else:
                 stream.send(message, packed.body, packed.tensors, deadline)
+            if began_ns:
+                tell_replied(request, message, began_ns)
         except (LimitExceeded, TypeError) as error:  # nothing was sent yet
             self._fail_instead(request, packed, error)
         except (TransportError, TimeoutError) as error:
@@ -412,11 +429,15 @@ class Connection:
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             return
         request.phase = "reply"
+        began_ns = time.monotonic_ns() if events.sink is not None and self.lane == "calls" else 0
         described = exceptions.describe_exception(error, self.agent.info.name, self.agent.config.limits)
+        message = Failure(request.call_id, described)
         now = time.monotonic()
         deadline = min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
         try:
-            self.stream.send(Failure(request.call_id, described), deadline=deadline)
+            self.stream.send(message, deadline=deadline)
+            if began_ns:
+                tell_replied(request, message, began_ns)
         except (TransportError, TimeoutError) as problem:
             self._on_not_sent("an error", problem)
 

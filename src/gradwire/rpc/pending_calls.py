@@ -20,6 +20,7 @@ from gradwire.errors import ConfigurationError
 from gradwire.rpc.codec import TransferStatus
 
 if TYPE_CHECKING:
+    from gradwire.rpc.call_events import CallTrace
     from gradwire.rpc.reader import Reader
 
 _NO_DEADLINE: Final = float("inf")
@@ -47,6 +48,7 @@ class PendingCall(msgspec.Struct, eq=False):
         waiters: Locks used as signals, one for each waiting thread; released when the call is done.
         table: The calls in progress on its connection, including this one until it completes.
         transfer_status: Whether the contents of the call are in transit, if a tracker needs to know.
+        trace: Tells what happens to it; None if nothing is observed.
     """
 
     call_id: int
@@ -64,6 +66,7 @@ class PendingCall(msgspec.Struct, eq=False):
     waiters: list[Any] = []
     table: CallTable | None = None
     transfer_status: TransferStatus | None = None
+    trace: CallTrace | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"

@@ -24,6 +24,8 @@ import torch
 from gradwire import _interrupts
 from gradwire._torch import TorchFuture
 from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
+from gradwire.observe import events
+from gradwire.rpc.call_events import tell_arrived, tell_run
 from gradwire.rpc.codec import describe_function
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
@@ -322,6 +324,8 @@ class Server:
         """Run the user's function, wrapped by the interceptors, and send its result or error."""
         outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
         current.request = self._executing[thread] = request
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
+        run_ns = 0
         try:
             frame = request.frame
             assert frame is not None
@@ -332,6 +336,8 @@ class Server:
             request.frame = None  # not before: see `has_unread_call_of`
             if not request.function:
                 request.function = describe_function(function)  # it was sent by value
+            if began_ns:
+                tell_arrived(request, frame.message, began_ns)
             called = function
             if keeper is not None and kept is not None:
                 called = keeper[1](source.info, request.function, kept, function)
@@ -340,7 +346,12 @@ class Server:
                 for interceptor in self.agent.interceptors:
                     if interceptor.name in notes:
                         called = interceptor.around(envelope, notes[interceptor.name], called)
+            if began_ns:
+                run_ns = time.monotonic_ns()
             value = called(*args, **kwargs)
+            if run_ns:
+                tell_run(request, run_ns)
+                run_ns = 0
             del args, kwargs, frame  # a tensor that only the arguments held is free before the reply is made
             if type(value) is Later:
                 self._answer_later(request, value.future)
@@ -352,6 +363,8 @@ class Server:
             if _failures.isEnabledFor(logging.DEBUG):
                 who = self.agent.info.name, request.function, source.info.name
                 _failures.debug("on worker %s, %s, called by %s, raised:", *who, exc_info=error)
+            if run_ns:
+                tell_run(request, run_ns, error)
             source.fail(request, error)
         finally:
             current.request = outer

@@ -1,0 +1,173 @@
+"""Events: what happens on the workers of this process, told to all who subscribed.
+
+They are the one source of traces, metrics and time lines. Nothing is observed until `subscribe` is called. Until then, a
+place that could tell something pays for reading `sink` and comparing it with None, and takes no time stamps:
+
+    began = time.monotonic_ns() if events.sink is not None else 0
+    ...
+    if began:
+        events.tell("serialize", function, worker, began)
+
+Kinds of events:
+
+    call            one call, at its caller, from its start until its result or error is there
+    serialize       packing of arguments or of a result; deserialize is the way back
+    wire            a message on its way into the kernel or shared memory
+    queue, run      at the callee: waiting for a free slot; the called function
+    backward        one pass on one worker, and its parts: join, gradients (sent or received), local_engine, wait, commit
+    optimizer_step  at the worker that asks for it, and at each owner
+    rref            a value is created, fetched, or freed
+    checkpoint      a save or a load, and what owners do for it
+    connection      opened, or ended
+    operator        an operator of torch, with ``profile=True``
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+_log = logging.getLogger("gradwire")
+
+_MASK = (1 << 64) - 1
+_FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd: different arguments have different products
+
+
+class Event(msgspec.Struct, frozen=True, gc=False):
+    """Something that happened on a worker, told when it has ended.
+
+    Attributes:
+        kind: What it was; see `gradwire.observe.events`.
+        name: The function, optimizer, path or operation.
+        worker: The worker that it happened on; several can be in one process.
+        start_ns: When it began, as `time.monotonic_ns` of that worker's machine tells it.
+        end_ns: When it ended; equal to `start_ns` for an instant.
+        thread: The native id of the thread that it happened in; 0 if it is not bound to one.
+        peer: The worker at the other end, or empty.
+        context_id: The autograd context, or 0.
+        flow_out: Ids of the messages that left here; each is among the `flow_in` of an event of another worker.
+        flow_in: Ids of the messages that arrived here.
+        num_bytes: Bytes of arguments, results or gradients.
+        outcome: ``ok``, or the name of the error's class.
+        details: Further values, such as the mode of a pass.
+    """
+
+    kind: str
+    name: str
+    worker: str
+    start_ns: int
+    end_ns: int
+    thread: int = 0
+    peer: str = ""
+    context_id: int = 0
+    flow_out: tuple[int, ...] = ()
+    flow_in: tuple[int, ...] = ()
+    num_bytes: int = 0
+    outcome: str = "ok"
+    details: dict[str, Any] | None = None
+
+    @property
+    def duration_s(self) -> float:
+        """Seconds from beginning to end."""
+        return (self.end_ns - self.start_ns) / 1e9
+
+
+Subscriber = Callable[[Event], None]
+
+sink: Subscriber | None = None
+"""Takes events while there are subscribers; None while nothing is observed."""
+
+_lock = threading.Lock()  # guards changes of _subscribers and sink
+_subscribers: tuple[Subscriber, ...] = ()
+
+
+def subscribe(callback: Subscriber) -> Callable[[], None]:
+    """Call a function with every event of the workers in this process, until the returned function is called.
+
+    It is called in the thread in which the event ended, often one that must not wait: it should only store the event. If it
+    raises, that is logged, and it is not called again.
+    """
+
+    def receive(event: Event) -> None:  # a function of its own: the same callback may be subscribed twice
+        callback(event)
+
+    _change(add=receive)
+    return lambda: _change(remove=receive)
+
+
+def _change(add: Subscriber | None = None, remove: Subscriber | None = None) -> None:
+    global sink, _subscribers
+    with _lock:
+        kept = [item for item in _subscribers if item is not remove]
+        _subscribers = tuple(kept if add is None else [*kept, add])
+        sink = _deliver if _subscribers else None
+
+
+def _deliver(event: Event) -> None:
+    for subscriber in _subscribers:
+        try:
+            subscriber(event)
+        except Exception:
+            _change(remove=subscriber)
+            _log.exception("a subscriber of events failed on an event of kind %s and is not called again", event.kind)
+
+
+def tell(
+    kind: str,
+    name: str,
+    worker: str,
+    start_ns: int,
+    *,
+    end_ns: int | None = None,
+    thread: int | None = None,
+    peer: str = "",
+    context_id: int = 0,
+    flow_out: tuple[int, ...] = (),
+    flow_in: tuple[int, ...] = (),
+    num_bytes: int = 0,
+    outcome: str = "ok",
+    details: dict[str, Any] | None = None,
+) -> None:
+    """Tell the subscribers of an event that ends now, in this thread, unless `end_ns` and `thread` say otherwise."""
+    current = sink
+    if current is not None:
+        end = time.monotonic_ns() if end_ns is None else end_ns
+        number = threading.get_native_id() if thread is None else thread
+        current(
+            Event(
+                kind,
+                name,
+                worker,
+                start_ns,
+                end,
+                number,
+                peer,
+                context_id,
+                flow_out,
+                flow_in,
+                num_bytes,
+                outcome,
+                details,
+            )
+        )
+
+
+def call_flow(caller: int, incarnation: int, call_id: int) -> int:
+    """Return the id of the message that brings a call; both workers can compute it."""
+    base = incarnation * _FACTORS[0] + caller * _FACTORS[1]
+    return (base ^ (call_id << 1)) & _MASK
+
+
+def reply_flow(caller: int, incarnation: int, call_id: int) -> int:
+    """Return the id of the message that answers a call."""
+    return call_flow(caller, incarnation, call_id) ^ 1
+
+
+def gradient_flow(pass_id: int, message_id: int) -> int:
+    """Return the id of the gradients that a pass sends back for a message of the forward pass."""
+    return (pass_id * _FACTORS[0] + message_id * _FACTORS[1]) & _MASK
