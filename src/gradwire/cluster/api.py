@@ -23,6 +23,7 @@ from gradwire import _interrupts
 from gradwire.cluster.driver import CLUSTER, DRIVER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
+from gradwire.cluster.log_level import tell_level
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
@@ -94,6 +95,7 @@ class Cluster:
         set_current_agent(self._agent, self._shut_down)
         self._opened_at = time.monotonic()
         self._rates = CallRates()
+        self._log_level: int | None = None  # of the workers; None if it was never set
         self._status_socket = StatusSocket.open(self.status, self._driver_status)
 
     @property
@@ -616,6 +618,17 @@ class Cluster:
             exit_reason=self._monitor.lost_reason(member),
         )
         return status if usage is None else self._with_usage(status, usage)
+
+    def _set_log_level(self, level: int) -> None:
+        """Implement `gradwire.set_log_level` for the workers."""
+        is_first, self._log_level = self._log_level is None, level
+        if is_first:
+            self._monitor.on_membership(self._tell_log_level)
+        tell_level(self._agent, [worker.name for worker in self.workers if worker.is_alive], level)
+
+    def _tell_log_level(self, event: MembershipEvent) -> None:
+        if event.kind in ("joined", "restarted") and self._log_level is not None:
+            tell_level(self._agent, [event.worker.name], self._log_level)
 
     def _driver_status(self) -> WorkerStatus:
         """Return the same about this process."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, GradwireError, RpcError, WorkerStartFailed
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -56,7 +56,7 @@ _KILL_S = 5.0
 _STOP_S = 2.0
 _MAX_ERROR_BYTES = 2048
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 

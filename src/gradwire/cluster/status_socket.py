@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import socket
@@ -30,6 +29,7 @@ import msgspec
 
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.errors import GradwireError
+from gradwire.observe.log import get_logger
 from gradwire.versions import GRADWIRE_VERSION
 
 SUFFIX = ".sock"
@@ -45,7 +45,7 @@ _STOP_TIMEOUT_S = 0.2
 _PID = re.compile(rf"-(\d+)(?:-\d)?{re.escape(SUFFIX)}$")  # at the end of the name of a socket
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):

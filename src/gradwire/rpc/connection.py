@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.rpc.call_events import tell_packed, tell_replied
 from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.peers import Peer
 
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
