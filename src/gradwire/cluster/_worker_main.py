@@ -33,6 +33,7 @@ from gradwire.cluster._process import name_process
 from gradwire.cluster.driver import DRIVER
 from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
+from gradwire.cluster.trace_server import serve_traces
 from gradwire.cluster.usage import serve_usage
 from gradwire.observe.log import print_records
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
@@ -73,6 +74,7 @@ def run_worker(fds: WorkerFds) -> None:
     serve_usage(agent, DRIVER)
     serve_log_level(agent, DRIVER)
     follow_driver(agent, DRIVER)
+    serve_traces(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)
     send_message(lifeline, Listening(agent.address))
     with lifeline:

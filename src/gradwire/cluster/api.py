@@ -30,6 +30,7 @@ from gradwire.cluster.ray_placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
+from gradwire.cluster.trace import PathLike, Trace
 from gradwire.cluster.usage import CallRates, Usage, ask_usage, measure_usage
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
@@ -574,6 +575,40 @@ class Cluster:
             A function that removes the callback.
         """
         return self._monitor.on_membership(callback)
+
+    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = 200_000) -> Trace:
+        """Record what happens on all workers and the driver while a block runs, and write it as one time line.
+
+        Example::
+
+            with cluster.trace("run.zip"):
+                train()
+
+        Open the file in the Perfetto UI: calls and backward passes of all workers are on one time line, with arrows from
+        the worker that sends to the one that receives. The files are written when the block ends, also by an exception.
+        If a worker is lost, its events are missing, and `Trace.workers` and the file say so.
+
+        Args:
+            paths: Files to write: ``.zip`` for Perfetto, ``.pftrace`` for Perfetto without the archive around it, ``.json``
+                for Chrome's format.
+            profile: Record the operators of torch as well, with `torch.profiler`, which makes workers slower.
+            max_events: Events to keep of each worker, and as many operators; beyond that, the earliest are dropped.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ConfigurationError: A path or option is wrong, the package perfetto is not installed, a trace is being recorded
+                already, or `torch.profiler` is active in this process.
+        """
+        return Trace(
+            self._agent,
+            lambda: [member.name for member in self._monitor.members() if member.worker.is_alive],
+            self._monitor.on_membership,
+            paths,
+            profile=profile,
+            max_events=max_events,
+        )
 
     def describe(self) -> str:
         """Return a readable description of the cluster: options, processes, addresses and versions."""

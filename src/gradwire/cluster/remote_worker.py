@@ -37,6 +37,7 @@ from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, 
 from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
+from gradwire.cluster.trace_server import serve_traces
 from gradwire.cluster.usage import serve_usage
 from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
@@ -233,6 +234,7 @@ class RemoteWorker:
         serve_usage(agent, driver)
         serve_log_level(agent, driver)
         print_records(shows_worker=False)  # the driver puts the name in front of each line
+        serve_traces(agent, driver)
         agent.server.register_control(LEAVE, on_leave)
         agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)
         agent.on_worker_connected(lambda address: on_connected(address.info.name))
