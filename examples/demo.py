@@ -255,9 +255,7 @@ def main() -> None:
     torch.set_num_threads(1)  # as many as each worker has
     start = time.perf_counter()
     with gw.Cluster.local(3) as cluster:
-        console.print(
-            f"started three workers in {time.perf_counter() - start:.1f} s; training on {NUM_TRAIN:,} images"
-        )
+        console.print(f"started three workers in {time.perf_counter() - start:.1f} s; training on {NUM_TRAIN:,} images")
         if options.dashboard:
             console.print(f"look at it here (the link works once): {cluster.dashboard().url}\n", markup=False)
         else:

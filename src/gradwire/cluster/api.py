@@ -23,12 +23,14 @@ from gradwire import _interrupts
 from gradwire.cluster.driver import CLUSTER, DRIVER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
+from gradwire.cluster.log_level import tell_level
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
+from gradwire.cluster.trace import PathLike, Trace
 from gradwire.cluster.usage import CallRates, Usage, ask_usage, measure_usage
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
@@ -98,6 +100,7 @@ class Cluster:
         set_current_agent(self._agent, self._shut_down)
         self._opened_at = time.monotonic()
         self._rates = CallRates()
+        self._log_level: int | None = None  # of the workers; None if it was never set
         operations = {"dashboard": lambda: self.dashboard().url}
         self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
 
@@ -578,6 +581,40 @@ class Cluster:
         """
         return self._monitor.on_membership(callback)
 
+    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = 200_000) -> Trace:
+        """Record what happens on all workers and the driver while a block runs, and write it as one time line.
+
+        Example::
+
+            with cluster.trace("run.zip"):
+                train()
+
+        Open the file in the Perfetto UI: calls and backward passes of all workers are on one time line, with arrows from
+        the worker that sends to the one that receives. The files are written when the block ends, also by an exception.
+        If a worker is lost, its events are missing, and `Trace.workers` and the file say so.
+
+        Args:
+            paths: Files to write: ``.zip`` for Perfetto, ``.pftrace`` for Perfetto without the archive around it, ``.json``
+                for Chrome's format.
+            profile: Record the operators of torch as well, with `torch.profiler`, which makes workers slower.
+            max_events: Events to keep of each worker, and as many operators; beyond that, the earliest are dropped.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ConfigurationError: A path or option is wrong, the package perfetto is not installed, a trace is being recorded
+                already, or `torch.profiler` is active in this process.
+        """
+        return Trace(
+            self._agent,
+            lambda: [member.name for member in self._monitor.members() if member.worker.is_alive],
+            self._monitor.on_membership,
+            paths,
+            profile=profile,
+            max_events=max_events,
+        )
+
     def describe(self) -> str:
         """Return a readable description of the cluster: options, processes, addresses and versions."""
         watched = self._monitor.options
@@ -621,6 +658,17 @@ class Cluster:
             exit_reason=self._monitor.lost_reason(member),
         )
         return status if usage is None else self._with_usage(status, usage)
+
+    def _set_log_level(self, level: int) -> None:
+        """Implement `gradwire.set_log_level` for the workers."""
+        is_first, self._log_level = self._log_level is None, level
+        if is_first:
+            self._monitor.on_membership(self._tell_log_level)
+        tell_level(self._agent, [worker.name for worker in self.workers if worker.is_alive], level)
+
+    def _tell_log_level(self, event: MembershipEvent) -> None:
+        if event.kind in ("joined", "restarted") and self._log_level is not None:
+            tell_level(self._agent, [event.worker.name], self._log_level)
 
     def _driver_status(self) -> WorkerStatus:
         """Return the same about this process."""

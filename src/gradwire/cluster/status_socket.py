@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import socket
@@ -31,6 +30,7 @@ import msgspec
 
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.errors import GradwireError
+from gradwire.observe.log import get_logger
 from gradwire.versions import GRADWIRE_VERSION
 
 SUFFIX = ".sock"
@@ -49,7 +49,7 @@ _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 _Kind = TypeVar("_Kind")
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import sys
 import threading
@@ -32,6 +31,7 @@ from gradwire.errors import (
     UnknownWorker,
     WorkerLost,
 )
+from gradwire.observe.log import get_logger
 from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
@@ -52,7 +52,7 @@ from gradwire.transports.unix import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
 from gradwire.wire.devices import DeviceMap
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
 _LAST_ANSWERS_S = 1.0  # until a worker that has said goodbye has closed all its connections
 _TELL_S = 5.0  # how long a new connection waits until the end of an earlier one has been reported

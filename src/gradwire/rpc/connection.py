@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.rpc.call_events import tell_packed, tell_replied
 from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.peers import Peer
 
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
@@ -229,6 +229,13 @@ class Connection:
         except AuthenticationFailed:
             self.lane = ""  # it was never open
             raise
+        if events.sink is not None:
+            self._tell_event("open")
+
+    def _tell_event(self, name: str, outcome: str = "ok") -> None:
+        details = {"lane": self.lane, "opened_by": "this worker" if self.peer is not None else "the peer"}
+        details["transport"] = self.stream.label.partition(":")[0]
+        events.tell_now("connection", name, self.agent.info.name, peer=self.info.name, outcome=outcome, details=details)
 
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
@@ -483,6 +490,9 @@ class Connection:
             if isinstance(error, DecodeError):
                 _log.warning("%s refused a connection: %s", agent.info.name, error)
             return
+        if events.sink is not None:
+            is_orderly = isinstance(error, ConnectionClosed) or goodbye is not None
+            self._tell_event("end", "ok" if is_orderly else type(error).__name__)
         address, name = self.address, self.info.name
         if isinstance(error, ConnectionClosed):
             reason, is_cut = "this worker closed the connection", self.peer is not None
