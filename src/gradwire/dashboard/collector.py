@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from gradwire.dashboard.problems import Problems
 from gradwire.dashboard.steps import Steps
 from gradwire.dashboard.worker_report import REPORT, Reporter, WorkerReport
 from gradwire.errors import GradwireError
+from gradwire.observe.clock import ClockOffset, ClockSample, estimate_offset
+from gradwire.observe.log import ROOT
 from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.exceptions import clean
 
@@ -40,7 +42,6 @@ _GRAPH_S = 0.5
 _OPEN_S = 0.8  # contexts that are open for longer are looked at while they are open
 _MOST_OPEN = 4  # of these, at a time
 _GRACE_S = 0.5  # for answers that are on their way when their time is over
-_NEVER = 1 << 62
 _MOST_LOGGED = 1_000  # characters of a line of the log
 
 
@@ -67,15 +68,15 @@ class Collector:
         self._last_seen: dict[str, float] = {}  # by worker
         self._states: dict[str, str] = {}
         self._open_since: dict[int, float] = {}  # contexts, by id
-        self._clocks: dict[str, tuple[int, int]] = {}  # of workers: round trip of the best measurement, offset
+        self._clocks: dict[str, ClockOffset] = {}  # of workers, by the best measurement
         self._num_dropped = 0
         self._number = 0
         self._log = _LogHandler(self._on_log)
-        logging.getLogger("gradwire").addHandler(self._log)
+        logging.getLogger(ROOT).addHandler(self._log)
 
     def close(self) -> None:
         """Stop observing. Idempotent."""
-        logging.getLogger("gradwire").removeHandler(self._log)
+        logging.getLogger(ROOT).removeHandler(self._log)
         self._own.close()
 
     def find_row(self, worker: str) -> Row | None:
@@ -87,7 +88,7 @@ class Collector:
         rows, own = self._rows(), self._agent.info.name
         reports = self._ask([row["name"] for row in rows if row["state"] == "running" and row["name"] != own])
         reports[own] = self._own.report()
-        clocks = self._known_clocks(reports)
+        clocks = {own: 0, **{name: -offset.offset_ns for name, offset in self._clocks.items()}}
         now, clock = time.time(), time.monotonic()
         makers = {item.context_id: name for name, report in reports.items() for item in report.contexts}
         self._open_since = {item: self._open_since.get(item, clock) for item in makers}
@@ -138,16 +139,11 @@ class Collector:
                 break
         found = dict(reports)  # one may still be on its way
         for name, report in found.items():
-            round_trip_ns = answered_ns[name] - asked_ns[name]
-            if round_trip_ns < self._clocks.get(name, (_NEVER, 0))[0]:
-                middle_ns = asked_ns[name] + round_trip_ns // 2
-                self._clocks[name] = (round_trip_ns, middle_ns - report.now_ns)
+            sample = ClockSample(asked_ns[name], report.now_ns, answered_ns[name])
+            offset = estimate_offset([sample], is_same_machine=bool(self._engine.prober.clocks([name])))
+            if name not in self._clocks or offset.error_ns <= self._clocks[name].error_ns:
+                self._clocks[name] = offset
         return found
-
-    def _known_clocks(self, names: Iterable[str]) -> dict[str, int]:
-        """Return what to add to the time of each worker: nothing on this machine, else what was measured."""
-        here = self._engine.prober.clocks(names)
-        return {**{name: offset for name, (_, offset) in self._clocks.items()}, **here}
 
     def _long_open(self, clock: float) -> list[int]:
         waiting = sorted((since, item) for item, since in self._open_since.items() if clock - since > _OPEN_S)
@@ -170,7 +166,9 @@ class Collector:
         level = "error" if record.levelno >= logging.ERROR else "warning"
         text = clean(record.getMessage()[:_MOST_LOGGED])
         with self._lock:
-            self._problems.add(self._agent.info.name, "log", text, record.created, level)
+            self._problems.add(
+                getattr(record, "worker", "") or self._agent.info.name, "log", text, record.created, level
+            )
 
     def _parts(self, rows: Sequence[Row], reports: Mapping[str, WorkerReport], clock: float) -> Mapping[str, Any]:
         return {

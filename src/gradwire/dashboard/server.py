@@ -15,7 +15,6 @@ import asyncio
 import contextlib
 import functools
 import html
-import logging
 import os
 import socket
 import threading
@@ -33,6 +32,7 @@ from gradwire.dashboard.access import Access, is_loopback_host, is_same_site
 from gradwire.dashboard.collector import Collector, Row, State
 from gradwire.dashboard.stacks import explain_failure, find_stacks
 from gradwire.errors import ConfigurationError, GradwireError
+from gradwire.observe.log import get_logger
 
 try:
     import uvicorn
@@ -74,7 +74,7 @@ _HEADERS = {
     "cache-control": "no-store",
 }
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 
 class Dashboard:

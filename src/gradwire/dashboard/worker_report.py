@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import logging
 import sys
 import threading
 import time
@@ -23,6 +22,7 @@ from gradwire.autograd.context import EXTENSION as AUTOGRAD
 from gradwire.autograd.worker_views import WorkerView
 from gradwire.errors import AuthenticationFailed
 from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.types import Id, Text, WorkerInfo, creator_of, short
 from gradwire.wire.messages import prepare
 
@@ -44,7 +44,7 @@ _MOST_FRAMES: Final = 100
 _LEASE_NS: Final = 5 * 10**9  # how long a worker goes on observing when no report is asked for
 _CAPTURE_S: Final = 0.3  # how long a step is held up, at most, to collect its graph
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

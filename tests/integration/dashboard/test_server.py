@@ -75,11 +75,12 @@ def triple(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.fixture
-def agents(make_agents: MakeAgents) -> list[Agent]:
+def agents(make_agents: MakeAgents) -> Iterator[list[Agent]]:
     a, b = make_agents(2, "inproc", rpc_timeout_s=20.0)
     serve_reports(b, "a")
     set_current_agent(a)
-    return [a, b]
+    yield [a, b]
+    set_current_agent(None)
 
 
 @pytest.fixture
@@ -194,8 +195,13 @@ def test_the_state_shows_workers_steps_and_references(dashboard: Dashboard, agen
     assert after["steps"][0]["num_messages"] == 2
     assert [item["name"] for item in after["step"]["graph"]["workers"]] == ["a", "b"]
     assert all(item["time_s"] >= 0 and item["num_bytes"] == 8 for item in after["step"]["graph"]["messages"])
-    kinds = {(item["worker"], item["kind"]) for item in after["step"]["spans"]}
-    assert {("a", "call"), ("b", "run"), ("a", "backward"), ("b", "backward")} <= kinds
+    expected = {("a", "call"), ("b", "run"), ("a", "backward"), ("b", "backward")}
+
+    def has_all_spans() -> bool:
+        spans = client.state(f"?step={int(ctx)}")["step"]["spans"]
+        return {(item["worker"], item["kind"]) for item in spans} >= expected
+
+    wait_until(has_all_spans, 20.0)  # the last one ends after the step
     assert client.state(f"?step={int(ctx)}")["step"]["id"] == str(int(ctx))
     assert client.state("?step=7")["step"] is None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import msgspec
 import pytest
@@ -24,12 +24,13 @@ MakeAgents = Callable[..., list[Agent]]
 
 
 @pytest.fixture
-def pair(make_agents: MakeAgents) -> list[Agent]:
+def pair(make_agents: MakeAgents) -> Iterator[list[Agent]]:
     """Worker a is the driver of b."""
     a, b = make_agents(2, "inproc", rpc_timeout_s=20.0)
     serve_reports(b, "a")
     set_current_agent(a)
-    return [a, b]
+    yield [a, b]
+    set_current_agent(None)
 
 
 def ask(agent: Agent, operation: str, kind: object = msgspec.Raw) -> object:
