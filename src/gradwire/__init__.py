@@ -16,6 +16,7 @@ if TYPE_CHECKING or "gradwire_command" not in sys.modules:
 if TYPE_CHECKING:
     from gradwire import checkpoint, nn, optim, shard
     from gradwire.cluster import Cluster
+    from gradwire.cluster.log_level import set_log_level
 
 __version__ = GRADWIRE_VERSION
 
@@ -32,10 +33,15 @@ __all__ = [
     "optim",
     "rpc",
     "runtime",
+    "set_log_level",
     "shard",
 ]
 
-_HOMES = {"Cluster": "gradwire.cluster", "WorkerInfo": "gradwire.types"}
+_HOMES = {
+    "Cluster": "gradwire.cluster",
+    "WorkerInfo": "gradwire.types",
+    "set_log_level": "gradwire.cluster.log_level",
+}
 _PACKAGES = {*__all__, "cluster", "rref"} - {*_HOMES, "__version__"}
 
 

@@ -131,7 +131,8 @@ class BackwardPass:
         self.context = context
         self.options = options
         self.roots = roots
-        self.deadline = time.monotonic() + options.timeout_s
+        self.started = time.monotonic()
+        self.deadline = self.started + options.timeout_s
         # The worker whose message started it here, and how many bytes of its budget that uses until the end.
         self.charged: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards everything below

@@ -197,6 +197,60 @@ def status(
         show_status(cluster, as_json=as_json)
 
 
+@_command(app, epilog=_EXIT_CODES)
+def top(
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+            show_default=False,
+        ),
+    ] = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates.")
+    ] = 1.0,
+) -> None:
+    """Show the workers, calls and backward passes of a running cluster, live; q quits.
+
+    If the output is not a terminal, it is shown once.
+
+    [bold]Examples[/]
+
+      gradwire top
+      gradwire top train-4711 --interval 0.5
+    """
+    from gradwire.cli.top import show_top
+
+    show_top(cluster, interval_s)
+
+
+@_command(app, epilog=_EXIT_CODES)
+def dashboard(
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+            show_default=False,
+        ),
+    ] = None,
+    opens_browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser.")] = False,
+) -> None:
+    """Print a link to the live page of a running cluster: workers, graph, time line, errors, references, stacks.
+
+    The driver of the cluster serves the page, on this machine alone. Each link works once.
+
+    [bold]Examples[/]
+
+      gradwire dashboard
+      gradwire dashboard train-4711 --open
+    """
+    from gradwire.cli.dashboard_link import show_link
+
+    show_link(cluster, opens_browser=opens_browser)
+
+
 @_command(app, epilog="Exit codes: 0 if nothing failed (there may be warnings), 1 if something did, 130 Ctrl-C.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

@@ -24,7 +24,6 @@ Kinds of events:
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -33,7 +32,9 @@ from typing import Any
 
 import msgspec
 
-_log = logging.getLogger("gradwire")
+from gradwire.observe.log import get_logger
+
+_log = get_logger(__name__)
 
 _MASK = (1 << 64) - 1
 _FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd: different arguments have different products

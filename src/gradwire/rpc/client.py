@@ -22,13 +22,14 @@ from typing import TYPE_CHECKING, Any
 from gradwire import _interrupts
 from gradwire.errors import CallCancelled, ConnectionClosed, ConnectionLost, DecodeError, NotInitialized, RpcTimeout
 from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.rpc.call_events import CallTrace
 from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.peers import To
-from gradwire.rpc.pending_calls import PHASE_TEXT, PendingCall, check_timeout, new_call_id
+from gradwire.rpc.pending_calls import PHASE_TEXT, CallTable, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.reader import current
 from gradwire.wire.messages import Call, read_plain
 from gradwire.wire.serialization import Packed
@@ -38,10 +39,12 @@ if TYPE_CHECKING:
 
 
 _getsignal: Any = _signal.getsignal  # `signal.getsignal` is several calls around it
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _PHASE_GRACE_S = 0.25  # how long a callee may take to report the progress of a timed-out call
 _EXPIRE_LOOK_S = 0.005  # poll interval for a call whose deadline has passed and which the clock is about to end
 _SWEEP_S = 1.0
+LONG_CALL_S = 60.0
+_REPORT_INTERVAL_S = 10.0
 _NEVER = float("inf")
 
 
@@ -60,6 +63,8 @@ class Client:
         self.loopback = Connection.loopback(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
+        self._last_reported = 0  # the call that was last logged because it takes long
+        self._next_report = 0.0
         self.completing: set[PendingCall] = set()
 
     def call(
@@ -406,11 +411,24 @@ class Client:
                 continue
             if connection.reader is not None and calls.has_older_than(now - _SWEEP_S):
                 connection.reader.ensure_watched()  # of a call that was not watched, and that no thread waits for
+            if _log.isEnabledFor(logging.INFO):
+                self._report_unanswered(calls, now)
             expired, earliest = calls.expire(now)
             for call in expired:
                 run_soon(partial(self._expire, call))
             wanted = min(wanted, earliest, now + _SWEEP_S)
         return wanted
+
+    def _report_unanswered(self, calls: CallTable, now: float) -> None:
+        """Log calls that have run for long, each once; that is not unusual, so the level is INFO."""
+        for call in list(calls.values()):
+            if call.started > now - LONG_CALL_S or call.function.startswith("~") or now < self._next_report:
+                return  # the others began later
+            if call.call_id > self._last_reported:
+                self._last_reported, self._next_report = call.call_id, now + _REPORT_INTERVAL_S
+                text = "%s: the call to %s on worker %s has not been answered for %.0f s; `gradwire top` shows what it does"
+                args = (self._agent.info.name, call.function, call.worker, now - call.started)
+                self._agent.reactor.run_soon(partial(_log.info, text, *args))
 
     def _expire(self, call: PendingCall) -> None:
         def end(phase: str) -> None:

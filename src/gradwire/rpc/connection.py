@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import threading
 import time
@@ -36,6 +35,7 @@ from gradwire.errors import (
     WorkerLost,
 )
 from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.rpc.call_events import tell_packed, tell_replied
 from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.peers import Peer
 
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
@@ -84,6 +84,8 @@ class Request(msgspec.Struct, eq=False):
         frame: The received frame; None once it is unpacked.
         notes: Notes attached by interceptors.
         deadline: In `time.monotonic` seconds; inherited by the calls that the function makes.
+        arrived: When it arrived, likewise.
+        started: When its function began; 0.0 before that.
         phase: ``queue``, ``run`` or ``reply``.
         is_dropped: Whether its caller no longer waits for the result.
         waits_for: The call that the function itself is waiting for, if any.
@@ -97,6 +99,8 @@ class Request(msgspec.Struct, eq=False):
     frame: Frame | None
     notes: dict[str, Any]
     deadline: float
+    arrived: float = 0.0
+    started: float = 0.0
     phase: str = "queue"
     is_dropped: bool = False
     waits_for: PendingCall | None = None
@@ -217,6 +221,7 @@ class Connection:
 
     def _open(self, lane: str, address: WorkerAddress) -> None:
         self.address, self.info, self.lane = address, address.info, lane
+        self.agent.traffic.on_opened(self)
         self.shares_main = self.agent.address.shares_main(address)
         self.reader.is_lingered_on = lane == "calls"
         try:
@@ -330,8 +335,9 @@ class Connection:
             return
         if call_id in requests:
             raise DecodeError(f"call {call_id} was received again while in progress")
-        deadline = time.monotonic() + message.timeout_s if message.timeout_s > 0 else _NEVER
-        requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline)
+        now = time.monotonic()
+        deadline = now + message.timeout_s if message.timeout_s > 0 else _NEVER
+        requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline, now)
         if call_id > self.last_call_id:
             self.last_call_id = call_id
         if self.cancelled and call_id in self.cancelled:  # its cancellation arrived first: the lanes race
@@ -479,6 +485,7 @@ class Connection:
         else:
             self.server.incoming.discard(self)
         self._drop_requests()
+        agent.traffic.on_ended(self)
         if not self.lane:
             if isinstance(error, DecodeError):
                 _log.warning("%s refused a connection: %s", agent.info.name, error)

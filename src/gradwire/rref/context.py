@@ -10,7 +10,6 @@ import collections
 import contextlib
 import functools
 import itertools
-import logging
 import threading
 import time
 import weakref
@@ -23,6 +22,7 @@ import torch
 from gradwire import _interrupts
 from gradwire.errors import DecodeError, OwnerLost, RpcError, RpcTimeout, RRefError, TransportError, UnknownWorker
 from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.codec import TransferStatus
@@ -35,7 +35,7 @@ from gradwire.rref.reliable import Batch
 from gradwire.rref.values import Owned, UserFork, deleted, describe
 from gradwire.types import COUNTER_BITS, WorkerAddress, WorkerInfo, creator_of, first_counter
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 _NOTICE: Final = "rref"
 _EXTENSION: Final = "rref"
