@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import Result
+from typer.testing import CliRunner
 
 from gradwire import Cluster, autograd, rpc
+from gradwire.cli.app import app
 from gradwire.cluster import Trace
 from gradwire.cluster.trace_server import CLOCK, END, PIECE, START, STOP
 from gradwire.errors import ConfigurationError, WorkerLost
@@ -220,6 +224,43 @@ def test_requests_that_are_not_valid_are_refused(cluster: Cluster) -> None:
             agent.ask("worker0", operation, args, 10.0).wait()
 
 
+def run_command(*arguments: str) -> Result:
+    """Run ``gradwire trace`` as another terminal would, but in this process; the driver's part is the same."""
+    return CliRunner().invoke(app, ["trace", *arguments])
+
+
+def test_command_records_a_running_cluster(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.name is not None
+    done = threading.Event()
+
+    def work() -> None:
+        while not done.is_set():
+            rpc.rpc_sync("worker0", abs, args=(-1,))
+
+    thread = threading.Thread(target=work, name="the-program")
+    thread.start()
+    try:
+        result = run_command(cluster.name, "--seconds", "0.2", "--output", str(tmp_path / "run.zip"))
+    finally:
+        done.set()
+        thread.join(30)
+    assert result.exit_code == 0, result.output
+    assert f"wrote {tmp_path / 'run.zip'}" in result.output.replace("\n", "")
+    assert "worker0: " in result.output
+    assert "run abs" in {item.name for item in read_trace(tmp_path / "run.zip")}
+
+
+def test_command_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
+    assert cluster.name is not None
+    result = run_command(cluster.name, "--output", str(tmp_path / "run.txt"))
+    assert result.exit_code == 1
+    assert "ends in .zip" in result.output.replace("\n", " ")
+    with cluster.trace(tmp_path / "run.zip"):
+        result = run_command(cluster.name, "--seconds", "0.1", "--output", str(tmp_path / "other.zip"))
+    assert result.exit_code == 1
+    assert "being recorded already" in result.output.replace("\n", " ")
+
+
 @pytest.mark.skipif("PERFETTO_BIN" not in os.environ, reason="PERFETTO_BIN does not name a trace_processor")
 def test_trace_processor_reads_the_archive(cluster: Cluster, tmp_path: Path) -> None:
     from perfetto.trace_processor import TraceProcessor, TraceProcessorConfig
@@ -264,3 +305,23 @@ def test_representation(cluster: Cluster, tmp_path: Path) -> None:
     with trace:
         assert "recording" in repr(trace)
     assert "written" in repr(trace)
+
+
+def test_trace_of_a_command_ends_with_the_cluster(tmp_path: Path) -> None:
+    """The last one: this process has no other cluster any more."""
+    other = Cluster.current()
+    assert other is not None
+    recorded: list[str] = []
+
+    def record() -> None:
+        recorded.append(other._timed_traces.record(str(tmp_path / "run.json"), 600.0))
+
+    thread = threading.Thread(target=record, name="a-command")
+    thread.start()
+    wait_until(lambda: events.sink is not None)
+    rpc.rpc_sync("worker0", abs, args=(-1,))
+    other.close()
+    thread.join(30)
+    assert "worker0: " in recorded[0]
+    entries = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    assert "run abs" in {item["name"] for item in entries}
