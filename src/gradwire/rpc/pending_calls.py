@@ -21,6 +21,7 @@ from gradwire.errors import ConfigurationError
 from gradwire.rpc.codec import TransferStatus
 
 if TYPE_CHECKING:
+    from gradwire.rpc.call_events import CallTrace
     from gradwire.rpc.reader import Reader
 
 _NO_DEADLINE: Final = float("inf")
@@ -49,6 +50,7 @@ class PendingCall(msgspec.Struct, eq=False):
         table: The calls in progress on its connection, including this one until it completes.
         transfer_status: Whether the contents of the call are in transit, if a tracker needs to know.
         on_device: The tensors of the result that arrived on devices; see `gradwire.wire.devices.record_use`.
+        trace: Tells what happens to it; None if nothing is observed.
     """
 
     call_id: int
@@ -67,6 +69,7 @@ class PendingCall(msgspec.Struct, eq=False):
     table: CallTable | None = None
     transfer_status: TransferStatus | None = None
     on_device: Sequence[torch.Tensor] = ()
+    trace: CallTrace | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"

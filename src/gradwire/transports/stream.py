@@ -109,6 +109,12 @@ class StreamConnection:
     def fileno(self) -> int:
         return self.channel.fileno()
 
+    def traffic(self) -> tuple[int, int]:
+        """Return how many bytes were sent and received, those in shared memory included."""
+        num_lent = 0 if self.arena is None else self.arena.num_bytes_lent
+        num_borrowed = 0 if self._slots is None else self._slots.num_bytes_borrowed
+        return self.bytes_sent + num_lent, self.bytes_received + num_borrowed
+
     def send(
         self,
         message: Message,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import os
 import signal
@@ -18,7 +19,8 @@ import torch
 from cluster import tasks
 from cluster.processes import is_there
 from cluster.shown import Shown
-from gradwire import rpc
+from gradwire import _progress_bar, rpc
+from gradwire.cluster import local_launcher
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
 from gradwire.errors import (
@@ -40,6 +42,24 @@ from gradwire.testing import wait_until
 def cluster() -> Iterator[Cluster]:
     with Cluster.local(2) as cluster:
         yield cluster
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_start_that_takes_long_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    monkeypatch.setattr(local_launcher, "REFRESH_S", 0.001)
+    with Cluster.local(2):
+        shown = terminal.getvalue()
+    assert "starting 2 workers" in shown
+    assert "/2" in shown
+    assert terminal.getvalue() == shown, "the bar has ended"
 
 
 def test_calls(cluster: Cluster) -> None:
