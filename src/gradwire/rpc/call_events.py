@@ -60,7 +60,10 @@ class CallTrace:
 
     def tell_ended(self, error: BaseException | None) -> None:
         outcome = "ok" if error is None else type(error).__name__
-        self._tell("call", self._began_ns, thread=self._thread, num_bytes=self._num_bytes, outcome=outcome)
+        details = {"call_id": self._call.call_id}
+        self._tell(
+            "call", self._began_ns, thread=self._thread, num_bytes=self._num_bytes, outcome=outcome, details=details
+        )
 
 
 def tell_arrived(request: Request, message: Call, start_ns: int) -> None:
