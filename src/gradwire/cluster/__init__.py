@@ -7,16 +7,27 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradwire.cluster.api import Cluster
+    from gradwire.cluster.cluster_metrics import ClusterMetrics
     from gradwire.cluster.monitor import MembershipEvent
     from gradwire.cluster.status import CallStatus, ClusterStatus, PassStatus, WorkerStatus
     from gradwire.cluster.worker import Worker
 
-__all__ = ["CallStatus", "Cluster", "ClusterStatus", "MembershipEvent", "PassStatus", "Worker", "WorkerStatus"]
+__all__ = [
+    "CallStatus",
+    "Cluster",
+    "ClusterMetrics",
+    "ClusterStatus",
+    "MembershipEvent",
+    "PassStatus",
+    "Worker",
+    "WorkerStatus",
+]
 
 # Imported on first use: the command line shows the status of clusters, for which it does not need torch.
 _HOMES = {
     "CallStatus": "status",
     "Cluster": "api",
+    "ClusterMetrics": "cluster_metrics",
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
     "PassStatus": "status",

@@ -6,6 +6,7 @@ import ipaddress
 import re
 import socket
 import threading
+from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
@@ -18,6 +19,7 @@ from gradwire.telemetry.metrics import MetricsCollector, Scraped, import_prometh
 
 _STOP_S = 2.0
 _REQUEST_S = 10.0
+_POLL_S = 0.1  # how long `close` may have to wait
 
 
 class MetricsServer:
@@ -40,7 +42,8 @@ class MetricsServer:
             self._server = make_server(host, port, app, kind, _Handler)
         except (OSError, OverflowError) as error:
             raise ConfigurationError(f"cannot serve metrics at {host} port {port}: {error}") from error
-        self._thread = threading.Thread(target=self._server.serve_forever, name="gradwire-metrics-http", daemon=True)
+        serve = partial(self._server.serve_forever, _POLL_S)
+        self._thread = threading.Thread(target=serve, name="gradwire-metrics-http", daemon=True)
         self._thread.start()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
@@ -129,7 +132,7 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
 
 def serve_worker(agent: Agent, port: int, host: str) -> MetricsServer:
     """Serve the metrics of a worker of this process, until it is closed."""
-    start_measuring(agent)
     server = MetricsServer(MetricsCollector(lambda: [Scraped(agent.info.name, read_numbers(agent))]), host, port)
+    start_measuring(agent)
     agent.before_close.append(server.close)
     return server

@@ -34,7 +34,7 @@ def test_metrics_of_a_worker_that_answers_and_of_one_that_does_not() -> None:
     found = {(name, *sorted(labels)): value for (name, *labels), value in samples().items()}
 
     def value(name: str, *labels: str) -> float:
-        return found[name, *sorted(("w0", *labels))]
+        return found[(name, *sorted(("w0", *labels)))]
 
     assert value("gradwire_worker_up") == 1
     assert found["gradwire_worker_up", "w1"] == 0
