@@ -48,6 +48,7 @@ LAST_LINES = {
 }
 MORE_LINES = {
     "demo.py": [
+        "look at it from another terminal: gradwire top, gradwire dashboard",
         r"epoch 1 of 1: loss \d\.\d{3}, [\d,]+ samples/s",
         *(rf"{phase} +\d+\.\d\d +\d+\.\d\d +\d+% .*" for phase in ("forward calls", "backward", "optimizer", "other")),
         r"  float32 \d\.\de[+-]\d\d, float64 \d\.\de[+-]\d\d",  # the demo fails if these are more than next to nothing

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -124,6 +124,14 @@ def all_open() -> list[DistEngine]:
         return [item for item in _made if not item._agent.is_closed]
 
 
+class ContextObserver(Protocol):
+    """Looks at contexts that were made on this worker; called in the thread of the program. Must not raise."""
+
+    def before_backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None: ...
+
+    def before_release(self, context_id: int) -> None: ...
+
+
 class DistEngine:
     """The contexts and backward passes of one worker."""
 
@@ -143,6 +151,7 @@ class DistEngine:
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders do not take part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
+        self.observer: ContextObserver | None = None  # of the contexts of this worker; most programs have none
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
         notices.register("autograd.report", self._on_report, ReportDone)
@@ -191,6 +200,8 @@ class DistEngine:
         """Run a pass from here and wait until it has ended everywhere; return the gradients computed here."""
         start = check_roots(roots, gradients, inputs, joins_context)
         context = self.container.find(context_id) or self.container.retrieve(context_id)
+        if self.observer is not None:
+            self.observer.before_backward(context_id, start.tensors)
         pass_id = self.container.new_message_id()
         make = functools.partial(BackwardPass, self._own, pass_id, context, options, start, self.lost)
         if self.due:
@@ -660,6 +671,8 @@ class DistEngine:
 
     def release(self, context_id: int) -> bool:
         """Release a context on every worker that took part; False if it was not here."""
+        if self.observer is not None:
+            self.observer.before_release(context_id)
         return self._release(context_id, f"on worker {self.worker} at {find_call_site()}")
 
     def _release(self, context_id: int, where: str, sender: int | None = None, *, is_suspected: bool = False) -> bool:

@@ -33,6 +33,7 @@ class MessageView(msgspec.Struct, frozen=True):
     num_tensors: Id = 0
     num_bytes: Id = 0  # only the sender knows
     is_result: bool = False  # likewise
+    at_ns: Id = 0  # when it was recorded, by the clock of the worker's machine; 0 if that was not observed
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from gradwire.cluster.cluster_metrics import ClusterMetrics
     from gradwire.cluster.monitor import MembershipEvent
     from gradwire.cluster.status import CallStatus, ClusterStatus, PassStatus, WorkerStatus
+    from gradwire.cluster.trace import Trace, WorkerTrace
     from gradwire.cluster.worker import Worker
 
 __all__ = [
@@ -19,8 +20,10 @@ __all__ = [
     "ClusterStatus",
     "MembershipEvent",
     "PassStatus",
+    "Trace",
     "Worker",
     "WorkerStatus",
+    "WorkerTrace",
 ]
 
 # Imported on first use: the command line shows the status of clusters, for which it does not need torch.
@@ -31,8 +34,10 @@ _HOMES = {
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
     "PassStatus": "status",
+    "Trace": "trace",
     "Worker": "worker",
     "WorkerStatus": "status",
+    "WorkerTrace": "trace",
 }
 
 

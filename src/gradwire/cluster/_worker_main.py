@@ -36,6 +36,7 @@ from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.trace_server import serve_traces
 from gradwire.cluster.usage import serve_usage
+from gradwire.dashboard.worker_report import serve_reports
 from gradwire.observe.log import print_records
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -73,6 +74,7 @@ def run_worker(fds: WorkerFds) -> None:
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder), after=spec.after)
     directory.complete()
     serve_usage(agent, DRIVER)
+    serve_reports(agent, DRIVER)
     serve_log_level(agent, DRIVER)
     serve_numbers(agent, DRIVER)
     follow_driver(agent, DRIVER)

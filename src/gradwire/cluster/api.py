@@ -30,7 +30,7 @@ from gradwire.cluster.ray_placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
-from gradwire.cluster.trace import PathLike, Trace
+from gradwire.cluster.trace import DEFAULT_EVENTS, PathLike, TimedTraces, Trace
 from gradwire.cluster.usage import CallRates, Usage, ask_usage, measure_usage
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
@@ -43,6 +43,7 @@ from gradwire.wire.devices import read_device_map
 
 if TYPE_CHECKING:
     from gradwire.cluster.cluster_metrics import ClusterMetrics, ScrapedMember
+    from gradwire.dashboard.server import Dashboard
 
 T = TypeVar("T")
 
@@ -90,9 +91,10 @@ class Cluster:
         self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed and _metrics
+        self._lock = threading.Lock()  # guards _is_closed, _dashboard and _metrics
         self._metrics: ClusterMetrics | None = None
         self._is_closed = False
+        self._dashboard: Dashboard | None = None
         # Called before the workers are stopped after an exception.
         self._on_failure: Callable[[BaseException], None] | None = None
         atexit.register(self.close)
@@ -101,7 +103,12 @@ class Cluster:
         self._opened_at = time.monotonic()
         self._rates = CallRates()
         self._log_level: int | None = None  # of the workers; None if it was never set
-        self._status_socket = StatusSocket.open(self.status, self._driver_status)
+        self._timed_traces = TimedTraces(self.trace)
+        operations: dict[str, Callable[..., str]] = {
+            "dashboard": lambda: self.dashboard().url,
+            "trace": self._timed_traces.record,
+        }
+        self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
 
     @property
     def name(self) -> str | None:
@@ -580,7 +587,7 @@ class Cluster:
         """
         return self._monitor.on_membership(callback)
 
-    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = 200_000) -> Trace:
+    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> Trace:
         """Record what happens on all workers and the driver while a block runs, and write it as one time line.
 
         Example::
@@ -718,6 +725,41 @@ class Cluster:
         rate = self._rates.rate(status.name, status.pid, status.uptime_s, usage.calls_served, time.monotonic())
         return dataclasses.replace(status, calls_per_s=rate, **msgspec.structs.asdict(usage))
 
+    def dashboard(self, port: int = 0) -> Dashboard:
+        """Open the live page of this cluster, on this machine's loopback; see ``docs/guides/seeing.md``.
+
+        The page shows the workers, the graph and the time line of the latest steps, errors, references and stacks. It is
+        closed with the cluster. Needs ``pip install 'gradwire[dashboard]'``.
+
+        Args:
+            port: Port to listen on; any free port if not given. Of a page that is open already, this must be its port.
+
+        Returns:
+            The page, the same one while it is open; its `url` is a link that works once.
+
+        Raises:
+            ConfigurationError: A package is missing, or the port cannot be used.
+            WorkerLost: The cluster was closed.
+        """
+        from gradwire.dashboard.server import Dashboard
+
+        with self._lock:
+            if self._is_closed:
+                raise WorkerLost("this cluster was closed, so there is nothing to show")
+            current = self._dashboard
+            if current is None or current.is_closed:
+                current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)
+        if port not in (0, current.port):
+            raise ConfigurationError(
+                f"the page of this cluster is open already, on port {current.port}; close it first"
+            )
+        return current
+
+    def _dashboard_rows(self) -> list[dict[str, Any]]:
+        hosts = {member.name: member.handle.host for member in self._monitor.members()}
+        found = [*self.status(), self._driver_status()]
+        return [{**dataclasses.asdict(item), "host": hosts.get(item.name, socket.gethostname())} for item in found]
+
     def close(self, grace: float = _GRACE_S) -> None:
         """Stop all workers. Safe to call more than once.
 
@@ -730,9 +772,13 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
+            dashboard = self._dashboard
         status_socket = self._status_socket or contextlib.nullcontext()
         # Leaving the resources stops the remaining workers if Ctrl-C interrupts one of the waits.
         with _interrupts.installed(), self._resources, status_socket:
+            self._timed_traces.close()
+            if dashboard is not None:
+                dashboard.close()
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace

@@ -41,6 +41,7 @@ from gradwire.cluster.network_address import address_of_interface, address_towar
 from gradwire.cluster.trace_server import serve_traces
 from gradwire.cluster.usage import serve_usage
 from gradwire.config import WorkerConfig
+from gradwire.dashboard.worker_report import serve_reports
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
 from gradwire.observe.log import print_records
 from gradwire.rpc.agent import Agent
@@ -233,6 +234,7 @@ class RemoteWorker:
 
         follow_driver(agent, driver)
         serve_usage(agent, driver)
+        serve_reports(agent, driver)
         serve_log_level(agent, driver)
         serve_numbers(agent, driver)
         print_records(shows_worker=False)  # the driver puts the name in front of each line

@@ -18,7 +18,16 @@ import pytest
 
 from gradwire.cluster import status_socket
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
-from gradwire.cluster.status_socket import ClusterGone, NoReport, StatusSocket, list_sockets, read_report, read_reports
+from gradwire.cluster.status_socket import (
+    ClusterGone,
+    NoReport,
+    StatusSocket,
+    list_sockets,
+    read_report,
+    read_reports,
+    run_operation,
+)
+from gradwire.errors import ConfigurationError
 from gradwire.testing import wait_until
 
 _WORKER = WorkerStatus(
@@ -106,13 +115,30 @@ def test_the_user_of_a_process_is_the_kernel_s_word() -> None:
         assert status_socket._user_of(here) == os.geteuid()
 
 
-def test_what_a_client_sends_is_not_read() -> None:
+@pytest.mark.parametrize(
+    "request_", [b"\x00" * 10_000, b"{}\n", b'{"operation": 1}\n', b'{"operation": "status", "x": 1}\n']
+)
+def test_a_request_that_is_not_valid_gets_no_answer(request_: bytes) -> None:
     with opened():
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(list_sockets()[0]))
-            with contextlib.suppress(ConnectionError):  # the driver has answered and closed already
-                client.sendall(b"\x00" * 10_000)
+            with contextlib.suppress(ConnectionError):  # the driver has closed already
+                client.sendall(request_)
+                assert client.recv(1) == b""
         assert read_report(list_sockets()[0], 5.0).workers
+
+
+def test_an_operation_gives_its_text_or_the_reason_why_not() -> None:
+    def refuse() -> str:
+        raise ConfigurationError("install it")
+
+    with StatusSocket(answer, lambda: _WORKER, {"link": lambda: "there", "other": refuse}):
+        (path,) = list_sockets()
+        assert run_operation(path, "link", 5.0) == "there"
+        with pytest.raises(NoReport, match=r"^install it"):
+            run_operation(path, "other", 5.0)
+        with pytest.raises(NoReport, match="has no 'nothing'"):
+            run_operation(path, "nothing", 5.0)
 
 
 def test_a_status_that_fails_ends_neither_the_driver_nor_the_socket() -> None:
