@@ -10,7 +10,7 @@ from gradwire.versions import GRADWIRE_VERSION
 
 # The command line imports the parts that a command needs: `gradwire --help` does without torch.
 if TYPE_CHECKING or "gradwire_command" not in sys.modules:
-    from gradwire import autograd, config, errors, rpc, runtime
+    from gradwire import autograd, config, errors, observe, rpc, runtime
     from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ __all__ = [
     "config",
     "errors",
     "nn",
+    "observe",
     "optim",
     "rpc",
     "runtime",

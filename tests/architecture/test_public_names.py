@@ -23,6 +23,7 @@ IF_EXPORTED = (
     "gradwire.cluster",
     "gradwire.compat",
     "gradwire.nn",
+    "gradwire.observe",
     "gradwire.optim",
     "gradwire.rref",
     "gradwire.shard",

@@ -6,14 +6,13 @@ participant                                 --> gradients [ join  local_engine [
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from gradwire.observe.events import gradient_flow, tell
+from gradwire.observe.events import gradient_flow, tell, thread_id
 
 if TYPE_CHECKING:
     from gradwire.autograd.backward_pass import BackwardPass
@@ -34,7 +33,7 @@ class PassTrace:
         self._context_id = current.context.context_id
         self._pass_id = current.pass_id
         self._began_ns = began_ns
-        self._thread = threading.get_native_id() if current.is_root else 0
+        self._thread = thread_id() if current.is_root else 0
         self._commit_ns = self._committed_ns = 0
         self.tell("join", "join", began_ns, details={"num_sends": len(current.sends), "num_recvs": len(current.recvs)})
 

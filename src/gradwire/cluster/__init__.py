@@ -9,9 +9,20 @@ if TYPE_CHECKING:
     from gradwire.cluster.api import Cluster
     from gradwire.cluster.monitor import MembershipEvent
     from gradwire.cluster.status import CallStatus, ClusterStatus, PassStatus, WorkerStatus
+    from gradwire.cluster.trace import Trace, WorkerTrace
     from gradwire.cluster.worker import Worker
 
-__all__ = ["CallStatus", "Cluster", "ClusterStatus", "MembershipEvent", "PassStatus", "Worker", "WorkerStatus"]
+__all__ = [
+    "CallStatus",
+    "Cluster",
+    "ClusterStatus",
+    "MembershipEvent",
+    "PassStatus",
+    "Trace",
+    "Worker",
+    "WorkerStatus",
+    "WorkerTrace",
+]
 
 # Imported on first use: the command line shows the status of clusters, for which it does not need torch.
 _HOMES = {
@@ -20,8 +31,10 @@ _HOMES = {
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
     "PassStatus": "status",
+    "Trace": "trace",
     "Worker": "worker",
     "WorkerStatus": "status",
+    "WorkerTrace": "trace",
 }
 
 

@@ -30,7 +30,7 @@ from gradwire.cluster.ray_placement import Strategy
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
-from gradwire.cluster.trace import PathLike, Trace
+from gradwire.cluster.trace import DEFAULT_EVENTS, PathLike, TimedTraces, Trace
 from gradwire.cluster.usage import CallRates, Usage, ask_usage, measure_usage
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
@@ -101,7 +101,11 @@ class Cluster:
         self._opened_at = time.monotonic()
         self._rates = CallRates()
         self._log_level: int | None = None  # of the workers; None if it was never set
-        operations = {"dashboard": lambda: self.dashboard().url}
+        self._timed_traces = TimedTraces(self.trace)
+        operations: dict[str, Callable[..., str]] = {
+            "dashboard": lambda: self.dashboard().url,
+            "trace": self._timed_traces.record,
+        }
         self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
 
     @property
@@ -581,7 +585,7 @@ class Cluster:
         """
         return self._monitor.on_membership(callback)
 
-    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = 200_000) -> Trace:
+    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> Trace:
         """Record what happens on all workers and the driver while a block runs, and write it as one time line.
 
         Example::
@@ -741,6 +745,7 @@ class Cluster:
         status_socket = self._status_socket or contextlib.nullcontext()
         # Leaving the resources stops the remaining workers if Ctrl-C interrupts one of the waits.
         with _interrupts.installed(), self._resources, status_socket:
+            self._timed_traces.close()
             if dashboard is not None:
                 dashboard.close()
             atexit.unregister(self.close)

@@ -1,4 +1,4 @@
-"""The status of open clusters, and the link to their page, for `gradwire status` and others in another terminal.
+"""The status of open clusters, the link to their page, and traces of them, for commands in another terminal.
 
     driver     listens on <folder>/<cluster>.sock as long as its cluster is open
     command    connects, sends a `Request` as one line of JSON, and reads one JSON document until the end of the stream
@@ -56,6 +56,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a command asks of a driver: ``status``, or an operation of the cluster."""
 
     operation: Annotated[str, msgspec.Meta(max_length=64)]
+    options: Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=16)] = {}
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -93,7 +94,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusSocket:
-    """Serves the status of one cluster, and operations that return a text, in a daemon thread.
+    """Serves the status of one cluster in a daemon thread, and operations that return a text, in threads of their own.
 
     As a context manager it closes itself at the end.
     """
@@ -102,7 +103,7 @@ class StatusSocket:
         self,
         status: Callable[[], ClusterStatus],
         driver_status: Callable[[], WorkerStatus],
-        operations: Mapping[str, Callable[[], str]] = types.MappingProxyType({}),
+        operations: Mapping[str, Callable[..., str]] = types.MappingProxyType({}),
     ) -> None:
         self._status = status
         self._driver_status = driver_status
@@ -122,7 +123,7 @@ class StatusSocket:
         cls,
         status: Callable[[], ClusterStatus],
         driver_status: Callable[[], WorkerStatus],
-        operations: Mapping[str, Callable[[], str]] = types.MappingProxyType({}),
+        operations: Mapping[str, Callable[..., str]] = types.MappingProxyType({}),
     ) -> StatusSocket | None:
         """Start serving; return None if that is not possible, which must not prevent a cluster from working."""
         try:
@@ -166,21 +167,33 @@ class StatusSocket:
                     time.sleep(_STOP_TIMEOUT_S)  # the process is short of something now
                     continue
                 return  # closed
-            with connection, contextlib.suppress(OSError, GradwireError, RuntimeError, msgspec.MsgspecError):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(connection)
+                stack.enter_context(
+                    contextlib.suppress(OSError, GradwireError, RuntimeError, msgspec.MsgspecError),
+                )
                 connection.settimeout(_SEND_TIMEOUT_S)
                 if _user_of(connection) == os.geteuid():
                     request = msgspec.json.decode(_read_line(connection), type=Request)
-                    answer = self._report() if request.operation == "status" else self._perform(request)
-                    connection.sendall(msgspec.json.encode(answer))
+                    if request.operation == "status":
+                        connection.sendall(msgspec.json.encode(self._report()))
+                    else:  # it may take long
+                        name, args = f"gradwire-driver-{request.operation}", (connection, request)
+                        threading.Thread(target=self._perform, args=args, name=name, daemon=True).start()
+                        stack.pop_all()  # that thread closes the connection
 
-    def _perform(self, request: Request) -> Answer:
+    def _perform(self, connection: socket.socket, request: Request) -> None:
         operation = self._operations.get(request.operation)
-        if operation is None:
-            return Answer(error=f"the driver runs gradwire {GRADWIRE_VERSION}, which has no {request.operation!r}")
-        try:
-            return Answer(operation())
-        except GradwireError as error:
-            return Answer(error=str(error))
+        with connection, contextlib.suppress(OSError, RuntimeError):
+            try:
+                if operation is None:
+                    text = f"the driver runs gradwire {GRADWIRE_VERSION}, which has no {request.operation!r}"
+                    answer = Answer(error=text)
+                else:
+                    answer = Answer(operation(**request.options))
+            except (GradwireError, OSError, TypeError) as error:
+                answer = Answer(error=str(error) or type(error).__name__)
+            connection.sendall(msgspec.json.encode(answer))
 
     def _report(self) -> ClusterReport:
         return ClusterReport(
@@ -354,22 +367,24 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
     Raises:
         NoReport: It did not respond in time, has just exited, or runs another version of gradwire.
     """
-    return _ask(path, "status", timeout_s, ClusterReport)
+    return _ask(path, Request("status"), timeout_s, ClusterReport)
 
 
-def run_operation(path: Path, operation: str, timeout_s: float) -> str:
+def run_operation(
+    path: Path, operation: str, timeout_s: float, options: Mapping[str, str | int | float | bool] | None = None
+) -> str:
     """Have a driver run an operation of its cluster, such as ``dashboard``, and return the text that it gives.
 
     Raises:
         NoReport: It did not respond in time, has just exited, or could not do it; the message says why.
     """
-    answer = _ask(path, operation, timeout_s, Answer)
+    answer = _ask(path, Request(operation, dict(options or {})), timeout_s, Answer)
     if answer.error:
         raise NoReport(answer.error)
     return answer.text
 
 
-def _ask(path: Path, operation: str, timeout_s: float, kind: type[_Kind]) -> _Kind:
+def _ask(path: Path, request: Request, timeout_s: float, kind: type[_Kind]) -> _Kind:
     deadline = time.monotonic() + timeout_s
     text = bytearray()
     try:
@@ -377,7 +392,7 @@ def _ask(path: Path, operation: str, timeout_s: float, kind: type[_Kind]) -> _Ki
             connection.settimeout(timeout_s)
             connection.connect(str(path))
             with contextlib.suppress(BrokenPipeError):  # a driver that closes without reading may have answered
-                connection.sendall(msgspec.json.encode(Request(operation)) + b"\n")
+                connection.sendall(msgspec.json.encode(request) + b"\n")
             while len(text) < _MAX_REPORT_BYTES:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 data = connection.recv(_READ_BYTES)

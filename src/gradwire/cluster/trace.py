@@ -17,6 +17,7 @@ from typing import IO, TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from gradwire import _interrupts
 from gradwire.cluster.driver import check_count
 from gradwire.cluster.trace_server import (
     CLOCK,
@@ -48,11 +49,15 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 
+DEFAULT_EVENTS = 200_000
+MAX_SECONDS = 86_400.0
+
 _SUFFIXES = (".zip", ".pftrace", ".json")
 _NUM_SAMPLES = 8
 _START_S = 60.0  # importing and starting torch.profiler takes seconds
 _STOP_S = 120.0
 _ASK_S = 10.0
+_CLOSE_S = 10.0
 _MAX_AT_ONCE = 16
 _MAX_REASON_CHARS = 200
 
@@ -126,13 +131,12 @@ class Trace:
         if other is not self:
             names = ", ".join(map(str, other.paths))
             raise ConfigurationError(f"a trace of this cluster is being recorded already, to {names}; end it first")
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close)
             self._recording = Recording(self._agent.info.name, *self._settings)
             self._leave = self._on_membership(self._on_change)
             self._start_on(list(self._members()))
-        except BaseException:
-            self._close()
-            raise
+            undo.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -309,6 +313,53 @@ class Trace:
                     write_archive(file, parts, attributes)
                 else:
                     write_perfetto_trace(file, parts)
+
+
+class TimedTraces:
+    """Records traces of a given time, which `gradwire trace` asks for."""
+
+    def __init__(self, make_trace: Callable[..., Trace]) -> None:
+        self._make_trace = make_trace
+        self._is_closing = threading.Event()
+        self._changed = threading.Condition()  # guards _num_open
+        self._num_open = 0
+
+    def record(self, path: str, seconds: float, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> str:
+        """Record for that time, or until the cluster is closed; return what was recorded, for people.
+
+        Raises:
+            ConfigurationError: An option is wrong, or a trace is being recorded already.
+            OSError: The file cannot be written.
+        """
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ConfigurationError(f"seconds must be more than 0 and at most {MAX_SECONDS:,}, not {seconds!r}")
+        trace = self._make_trace(path, profile=profile, max_events=max_events)
+        with self._changed:
+            self._num_open += 1
+        try:
+            with trace:
+                self._is_closing.wait(seconds)
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
+        return describe(trace)
+
+    def close(self) -> None:
+        """End the traces, and wait until their files are written. Idempotent."""
+        self._is_closing.set()
+        with self._changed:
+            _interrupts.wait_for(self._changed, lambda: not self._num_open, _CLOSE_S)
+
+
+def describe(trace: Trace) -> str:
+    """Return a few lines on what the files of a trace have."""
+    lines = [f"wrote {', '.join(map(str, trace.paths))}"]
+    for item in trace.workers:
+        dropped = f", {item.num_dropped:,} dropped for lack of room" if item.num_dropped else ""
+        clock = f", clock {item.clock_offset_ns / 1e6:+,.3f} ms" if item.clock_offset_ns else ""
+        lines.append(f"  {item.name}: {item.problem or f'{item.num_events:,} events{dropped}{clock}'}")
+    return "\n".join(lines)
 
 
 def _check_paths(paths: Sequence[PathLike]) -> tuple[Path, ...]:

@@ -24,6 +24,7 @@ Kinds of events:
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -83,8 +84,28 @@ Subscriber = Callable[[Event], None]
 sink: Subscriber | None = None
 """Takes events while there are subscribers; None while nothing is observed."""
 
-_lock = threading.Lock()  # guards changes of _subscribers and sink
-_subscribers: tuple[Subscriber, ...] = ()
+
+class _Subscription:
+    __slots__ = ("callback",)
+
+    def __init__(self, callback: Subscriber) -> None:
+        self.callback = callback
+
+
+class _Thread(threading.local):
+    number = 0  # the native id; asking the system for it takes longer than all the rest of `tell`
+
+
+_lock = threading.Lock()  # guards changes of _subscriptions and sink
+_subscriptions: tuple[_Subscription, ...] = ()
+_thread = _Thread()
+
+
+def _forget_thread() -> None:
+    _thread.number = 0
+
+
+os.register_at_fork(after_in_child=_forget_thread)
 
 
 def subscribe(callback: Subscriber) -> Callable[[], None]:
@@ -94,28 +115,34 @@ def subscribe(callback: Subscriber) -> Callable[[], None]:
     raises, that is logged, and it is not called again.
     """
 
-    def receive(event: Event) -> None:  # a function of its own: the same callback may be subscribed twice
-        callback(event)
-
-    _change(add=receive)
-    return lambda: _change(remove=receive)
+    subscription = _Subscription(callback)  # the same callback may be subscribed twice
+    _change(add=subscription)
+    return lambda: _change(remove=subscription)
 
 
-def _change(add: Subscriber | None = None, remove: Subscriber | None = None) -> None:
-    global sink, _subscribers
+def _change(add: _Subscription | None = None, remove: _Subscription | None = None) -> None:
+    global sink, _subscriptions
     with _lock:
-        kept = [item for item in _subscribers if item is not remove]
-        _subscribers = tuple(kept if add is None else [*kept, add])
-        sink = _deliver if _subscribers else None
+        kept = [item for item in _subscriptions if item is not remove]
+        _subscriptions = tuple(kept if add is None else [*kept, add])
+        sink = _deliver if _subscriptions else None
 
 
 def _deliver(event: Event) -> None:
-    for subscriber in _subscribers:
+    for subscription in _subscriptions:
         try:
-            subscriber(event)
+            subscription.callback(event)
         except Exception:
-            _change(remove=subscriber)
+            _change(remove=subscription)
             _log.exception("a subscriber of events failed on an event of kind %s and is not called again", event.kind)
+
+
+def thread_id() -> int:
+    """Return the native id of this thread."""
+    number = _thread.number
+    if number == 0:
+        number = _thread.number = threading.get_native_id()
+    return number
 
 
 def tell(
@@ -138,7 +165,7 @@ def tell(
     current = sink
     if current is not None:
         end = time.monotonic_ns() if end_ns is None else end_ns
-        number = threading.get_native_id() if thread is None else thread
+        number = (_thread.number or thread_id()) if thread is None else thread
         current(
             Event(
                 kind,

@@ -8,12 +8,11 @@ The arrows have ids that both ends can compute: the caller's rank and incarnatio
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from gradwire.observe.events import call_flow, reply_flow, tell
+from gradwire.observe.events import call_flow, reply_flow, tell, thread_id
 from gradwire.wire.messages import Call, Failure, Reply, TensorMeta
 
 if TYPE_CHECKING:
@@ -39,28 +38,62 @@ class CallTrace:
         self._context_id = context_id_in(message.notes)
         self._num_bytes = message.body_bytes
         is_waited_for = call.future is None and call.on_done is None  # by the thread that makes it
-        self._thread = threading.get_native_id() if is_waited_for else 0
-        self._tell("serialize", began_ns, end_ns=packed_ns, num_bytes=message.body_bytes)
+        self._thread = thread_id() if is_waited_for else 0
+        tell(
+            "serialize",
+            call.function,
+            agent.info.name,
+            began_ns,
+            end_ns=packed_ns,
+            peer=call.worker,
+            context_id=self._context_id,
+            num_bytes=message.body_bytes,
+        )
         self._send_ns = time.monotonic_ns()
-
-    def _tell(self, kind: str, start_ns: int, **fields: Any) -> None:
-        call, worker = self._call, self._agent.info.name
-        tell(kind, call.function, worker, start_ns, peer=call.worker, context_id=self._context_id, **fields)
 
     def tell_sent(self, message: Call) -> None:
         """Tell that the call is in the kernel or in shared memory."""
+        call, info = self._call, self._agent.info
         self._num_bytes = num_bytes_of(message)
-        flow = call_flow(self._agent.info.id, self._agent.address.incarnation, self._call.call_id)
-        self._tell("wire", self._send_ns, flow_out=(flow,), num_bytes=self._num_bytes)
+        tell(
+            "wire",
+            call.function,
+            info.name,
+            self._send_ns,
+            peer=call.worker,
+            context_id=self._context_id,
+            flow_out=(call_flow(info.id, self._agent.address.incarnation, call.call_id),),
+            num_bytes=self._num_bytes,
+        )
 
     def tell_loaded(self, message: Reply | Failure, start_ns: int) -> None:
         """Tell that the result is unpacked."""
-        flow = reply_flow(self._agent.info.id, self._agent.address.incarnation, self._call.call_id)
-        self._tell("deserialize", start_ns, flow_in=(flow,), num_bytes=num_bytes_of(message))
+        call, info = self._call, self._agent.info
+        tell(
+            "deserialize",
+            call.function,
+            info.name,
+            start_ns,
+            peer=call.worker,
+            context_id=self._context_id,
+            flow_in=(reply_flow(info.id, self._agent.address.incarnation, call.call_id),),
+            num_bytes=num_bytes_of(message),
+        )
 
     def tell_ended(self, error: BaseException | None) -> None:
-        outcome = "ok" if error is None else type(error).__name__
-        self._tell("call", self._began_ns, thread=self._thread, num_bytes=self._num_bytes, outcome=outcome)
+        """Tell how the call has ended."""
+        call = self._call
+        tell(
+            "call",
+            call.function,
+            self._agent.info.name,
+            self._began_ns,
+            thread=self._thread,
+            peer=call.worker,
+            context_id=self._context_id,
+            num_bytes=self._num_bytes,
+            outcome="ok" if error is None else type(error).__name__,
+        )
 
 
 def tell_arrived(request: Request, message: Call, start_ns: int) -> None:
