@@ -20,6 +20,7 @@ _MOST_STEPS = 30
 _MOST_MESSAGES = 200  # in a graph on the page
 _MOST_CONTEXTS = 300  # whose spans are kept, because a graph may come for them
 _MOST_SPANS = 600  # of one context
+_ORDER = ("waits", "passes on", "computes")
 OUTSIDE = 0
 """Stands for all that does not belong to a context."""
 
@@ -159,7 +160,8 @@ class Steps:
 def find_waits(views: Sequence[WorkerView]) -> list[dict[str, Any]]:
     """Return who waits for whom in the running passes of a context, as `explain` tells it."""
     settlers = find_settlers(views)
-    return [item for view in views for current in view.passes for item in _waits_of(view.worker, current, settlers)]
+    found = [item for view in views for current in view.passes for item in _waits_of(view.worker, current, settlers)]
+    return sorted(found, key=lambda item: _ORDER.index(item["kind"]))
 
 
 def _waits_of(worker: str, current: PassView, settlers: Mapping[int, str]) -> Iterable[dict[str, Any]]:
@@ -175,6 +177,9 @@ def _waits_of(worker: str, current: PassView, settlers: Mapping[int, str]) -> It
             "site": send.site,
             "via": send.peer if settler != send.peer else "",
         }
+    for offer in current.offered:
+        if settlers.get(offer.message_id) == worker:  # the shortcut was not taken
+            yield {"worker": worker, "kind": "passes on", "for": offer.peer, "function": "", "site": "", "via": ""}
 
 
 def _relative(spans: Sequence[Event]) -> list[dict[str, Any]]:

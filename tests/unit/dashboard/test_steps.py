@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from gradwire.autograd.worker_views import MessageView, PassView, Shortcut, WaitingView, WorkerView
 from gradwire.dashboard.steps import Steps, find_waits
 from gradwire.observe import Event
@@ -103,17 +105,23 @@ def test_what_is_kept_is_bounded() -> None:
     assert chosen(steps)["id"] == "999"
 
 
-def test_waits_name_the_worker_past_a_shortcut() -> None:
-    """The middle worker passed the message on untouched, and the last one has taken the shortcut."""
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_waits_follow_a_message_that_was_passed_on(is_taken: bool) -> None:
+    """The middle worker passed the message on untouched, and the last one may have taken the shortcut."""
     waiting = (WaitingView(7, "middle", "forward", "train.py:8, in step"),)
     found = find_waits(
         [
             WorkerView("driver", passes=(PassView(3, "driver", "smart", "running", waiting=waiting),)),
             WorkerView("middle", passes=(PassView(3, "driver", "smart", "done", offered=(Shortcut(7, 8, "last"),)),)),
-            WorkerView("last", passes=(PassView(3, "driver", "smart", "running", num_running=1, taken=(8,)),)),
+            WorkerView(
+                "last",
+                passes=(PassView(3, "driver", "smart", "running", num_running=1, taken=(8,) if is_taken else ()),),
+            ),
         ]
     )
-    assert [(item["worker"], item["kind"], item["for"], item["via"]) for item in found] == [
-        ("driver", "waits", "last", "middle"),
-        ("last", "computes", "", ""),
-    ]
+    shown = [(item["worker"], item["kind"], item["for"], item["via"]) for item in found]
+    direct, through = (
+        [("driver", "waits", "last", "middle")],
+        [("driver", "waits", "middle", ""), ("middle", "passes on", "last", "")],
+    )
+    assert shown == [*(direct if is_taken else through), ("last", "computes", "", "")]
