@@ -28,6 +28,7 @@ IF_EXPORTED = (
     "gradwire.rref",
     "gradwire.shard",
     "gradwire.shard.sharded_tensor",
+    "gradwire.telemetry",
     "gradwire.transports.tls",
 )
 

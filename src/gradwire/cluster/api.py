@@ -42,6 +42,7 @@ from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.devices import read_device_map
 
 if TYPE_CHECKING:
+    from gradwire.cluster.cluster_metrics import ClusterMetrics, ScrapedMember
     from gradwire.dashboard.server import Dashboard
 
 T = TypeVar("T")
@@ -90,7 +91,8 @@ class Cluster:
         self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed and _dashboard
+        self._lock = threading.Lock()  # guards _is_closed, _dashboard and _metrics
+        self._metrics: ClusterMetrics | None = None
         self._is_closed = False
         self._dashboard: Dashboard | None = None
         # Called before the workers are stopped after an exception.
@@ -662,6 +664,35 @@ class Cluster:
             exit_reason=self._monitor.lost_reason(member),
         )
         return status if usage is None else self._with_usage(status, usage)
+
+    def metrics(self) -> ClusterMetrics:
+        """Return the metrics of all workers and of the driver, for Prometheus; count and time calls from the first call on.
+
+        ``cluster.metrics().serve(port=9464)`` serves them over HTTP. It needs ``pip install 'gradwire[metrics]'``.
+
+        Raises:
+            ConfigurationError: prometheus_client is not installed.
+        """
+        with self._lock:
+            if self._metrics is None:
+                from gradwire.cluster.cluster_metrics import ClusterMetrics
+
+                self._metrics = ClusterMetrics(self._agent, self._scraped_members)
+            return self._metrics
+
+    def _scraped_members(self) -> list[ScrapedMember]:
+        from gradwire.cluster.cluster_metrics import ScrapedMember
+
+        return [
+            ScrapedMember(
+                name=member.name,
+                rank=member.spec.info.id,
+                host=member.handle.host,
+                is_running=member.handle.state is WorkerState.RUNNING,
+                num_restarts=self._monitor.num_restarts(member),
+            )
+            for member in self._monitor.members()
+        ]
 
     def _set_log_level(self, level: int) -> None:
         """Implement `gradwire.set_log_level` for the workers."""

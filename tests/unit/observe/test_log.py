@@ -56,7 +56,7 @@ def _warn(text: str) -> None:
 def test_every_logger_of_gradwire_marks_its_records() -> None:
     known = logging.root.manager.loggerDict
     made = {name: item for name, item in known.items() if isinstance(item, logging.Logger)}
-    unmarked = [name for name, item in made.items() if name.startswith("gradwire.") and log._marker not in item.filters]
+    unmarked = [name for name, item in made.items() if name.startswith("gradwire") and log._marker not in item.filters]
     assert not unmarked
     assert "gradwire.rpc.server" in made
 
