@@ -16,7 +16,7 @@ import torch
 
 from gradwire import autograd, rpc
 from gradwire.dashboard.server import STATIC, Dashboard
-from gradwire.dashboard.worker_report import serve_reports
+from gradwire.dashboard.worker_report import REPORT, serve_reports
 from gradwire.errors import ConfigurationError
 from gradwire.rpc import set_current_agent
 from gradwire.rpc.agent import Agent
@@ -228,6 +228,13 @@ def test_failures_are_listed(agents: list[Agent]) -> None:
         texts = {(item["worker"], item["text"]) for item in client.state()["errors"]}
         assert ("c", "lost: killed by SIGKILL") in texts
         assert any("ZeroDivisionError" in text for _, text in texts)
+
+
+def test_events_that_are_not_valid_are_left_out(dashboard: Dashboard, agents: list[Agent]) -> None:
+    agents[1].server.register_control(REPORT, lambda source: [1, [0, 0, 0, []], [], None, b"\x92\x01", 0])
+    found = Client(dashboard).log_in().state()
+    assert [item["has_answered"] for item in found["workers"]] == [True, True]
+    assert found["step"] is None
 
 
 def test_stacks_of_a_worker(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
