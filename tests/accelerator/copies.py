@@ -277,7 +277,7 @@ def copy_gradients_between_devices() -> None:
         for name, value in _tensors().items():
             for source in places:
                 tensor = value.detach().to(source)
-                copies = devices.copy([tensor] * len(places), places, time.monotonic() + 10.0)
+                copies = devices.copy_to([tensor] * len(places), places, time.monotonic() + 10.0)
                 for copied, place in zip(copies, places, strict=True):
                     try:
                         _check_equal(copied, value.detach().to(place).resolve_conj().resolve_neg())
@@ -292,7 +292,7 @@ def keep_the_deadline_of_a_pass() -> None:
         torch.accelerator.current_stream(ZERO).wait_event(event)
         begun = time.monotonic()
         with pytest.raises(TimeoutError, match=f"{ZERO} has not computed"):
-            devices.copy(made, [torch.device(ZERO)], begun + 0.05)
+            devices.copy_to(made, [torch.device(ZERO)], begun + 0.05)
         assert time.monotonic() - begun < 0.25
 
 

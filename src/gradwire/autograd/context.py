@@ -26,7 +26,7 @@ from gradwire.observe import events
 from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.rpc.connection import while_waiting
 from gradwire.types import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
-from gradwire.wire.devices import copy, move
+from gradwire.wire.devices import copy_to, move
 from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ class RecordedSend:
         do not share memory.
         """
         devices = self._devices_of(defined)
-        return copy(gradients, devices + [item.device for item in gradients[len(devices) :]], deadline)
+        return copy_to(gradients, devices + [item.device for item in gradients[len(devices) :]], deadline)
 
     def _devices_of(self, defined: Sequence[bool]) -> list[torch.device]:
         return [device for is_defined, (_, _, device) in zip(defined, self._metadata, strict=False) if is_defined]

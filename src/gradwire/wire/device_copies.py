@@ -252,7 +252,7 @@ def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> li
     return moved
 
 
-def copy(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
+def copy_to(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
     """Return copies of tensors on devices, the CPU included. They are there when this returns, whichever thread uses them.
 
     Raises:

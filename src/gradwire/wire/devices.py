@@ -163,13 +163,13 @@ def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> li
     return device_copies.move(tensors, devices)
 
 
-def copy(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
-    """Return copies of tensors on devices, the CPU included, for any thread; see `device_copies.copy`."""
+def copy_to(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
+    """Return copies of tensors on devices, the CPU included, for any thread; see `device_copies.copy_to`."""
     for tensor, device in zip(tensors, devices, strict=True):
         if not tensor.is_cpu or device.type != _CPU:
             from gradwire.wire import device_copies
 
-            return device_copies.copy(tensors, devices, deadline)
+            return device_copies.copy_to(tensors, devices, deadline)
     return [tensor.to(CPU, copy=True) for tensor in tensors]
 
 
