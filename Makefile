@@ -4,14 +4,16 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test lint check docs docs-links docs-examples dist dist-check search explore conformance accelerator-check bench \
+.PHONY: help demo test browser lint check docs docs-links docs-examples dist dist-check search explore conformance accelerator-check bench \
         bench-peers \
         fuzz soak kills clean
 .DEFAULT_GOAL := help
 
 help:
-	@echo "make demo                train a model that is split over three workers on this machine"
+	@echo "make demo                train a model that is split over three workers on this machine; with DASHBOARD=1"
+	@echo "                         it trains longer, and a page shows it live"
 	@echo "make test                run the whole test suite, in TEST_PROCESSES (3) processes"
+	@echo "make browser             install a Chromium for the tests of that page, if there is none and you are root"
 	@echo "make lint                check format, lint, types and layers"
 	@echo "make check               run make lint and the fast tests"
 	@echo "make docs                build the documentation into docs/_build/html; needs no network"
@@ -37,7 +39,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)
-	$(BIN)/python examples/demo.py
+	$(BIN)/python examples/demo.py $(if $(DASHBOARD),--dashboard)
 
 # Tests of one file stay together: they share a cluster. The files are in the order of tests/conftest.py, the longest first.
 # Three processes for two cores, because a good part of the time is spent in waits.
@@ -45,6 +47,9 @@ TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST)
+
+browser:
+	.ci/install_browser.sh
 
 lint: $(STAMP)
 	$(BIN)/ruff format --check .

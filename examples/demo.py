@@ -3,7 +3,7 @@ Train a classifier on three workers
 ===================================
 
 A small convolutional network learns to read digits, with one third of it on each of three worker processes. This is
-what ``make demo`` runs.
+what ``make demo`` runs; ``make demo DASHBOARD=1`` trains longer and opens a page that shows it live.
 
 Run it::
 
@@ -248,14 +248,18 @@ def show_results(model: nn.Module) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a model that is split over three worker processes.")
-    parser.add_argument("--epochs", type=int, default=5, help="passes over the data (default: 5)")
-    num_epochs = parser.parse_args().epochs
+    parser.add_argument("--epochs", type=int, help="passes over the data (default: 5; with --dashboard, 100)")
+    parser.add_argument("--dashboard", action="store_true", help="open the live page of the cluster, and train longer")
+    options = parser.parse_args()
+    num_epochs = options.epochs or (100 if options.dashboard else 5)
     torch.set_num_threads(1)  # as many as each worker has
     start = time.perf_counter()
     with gw.Cluster.local(3) as cluster:
-        console.print(
-            f"started three workers in {time.perf_counter() - start:.1f} s; training on {NUM_TRAIN:,} images\n"
-        )
+        console.print(f"started three workers in {time.perf_counter() - start:.1f} s; training on {NUM_TRAIN:,} images")
+        if options.dashboard:
+            console.print(f"look at it here (the link works once): {cluster.dashboard().url}\n", markup=False)
+        else:
+            console.print("look at it from another terminal: gradwire top, gradwire dashboard\n")
         model = place_model(cluster)
         seconds = train(model, num_epochs)
         console.print()

@@ -11,6 +11,7 @@ import gc
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -46,7 +47,7 @@ LONGEST = (  # files of 15 s and more, in this order
     "integration/shard/test_linear.py",
     "integration/autograd/test_programs.py",
     "integration/cli/test_run.py",
-    "integration/accelerator/test_backward.py",
+    "accelerator/test_modules.py",
     "faults/test_two_hosts.py",
     "faults/test_three_hosts.py",
     "fuzz/test_operations.py",
@@ -58,6 +59,13 @@ LONGEST = (  # files of 15 s and more, in this order
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", derandomize=False, database=None, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("GRADWIRE_HYPOTHESIS", "fixed"))
+
+# Else each of the many processes that tests start compiles gradwire anew, and each process of pytest all tests.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# There are more processes than processors: a second thread of an operation would mostly wait to be run.
+torch.set_num_threads(1)
 
 # A job in the background ignores one of them, nohup the other, and programs of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -81,7 +89,7 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def _fixed_random_numbers() -> None:
     """A test's random tensors do not depend on the tests before it."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # torch.manual_seed formats the stack each time, for CUDA
 
 
 @pytest.fixture(scope="session", autouse=True)

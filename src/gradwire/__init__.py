@@ -10,12 +10,13 @@ from gradwire.versions import GRADWIRE_VERSION
 
 # The command line imports the parts that a command needs: `gradwire --help` does without torch.
 if TYPE_CHECKING or "gradwire_command" not in sys.modules:
-    from gradwire import autograd, config, errors, rpc, runtime
+    from gradwire import autograd, config, errors, observe, rpc, runtime
     from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
-    from gradwire import checkpoint, nn, optim, shard
+    from gradwire import checkpoint, nn, optim, shard, telemetry
     from gradwire.cluster import Cluster
+    from gradwire.cluster.log_level import set_log_level
 
 __version__ = GRADWIRE_VERSION
 
@@ -28,13 +29,20 @@ __all__ = [
     "config",
     "errors",
     "nn",
+    "observe",
     "optim",
     "rpc",
     "runtime",
+    "set_log_level",
     "shard",
+    "telemetry",
 ]
 
-_HOMES = {"Cluster": "gradwire.cluster", "WorkerInfo": "gradwire.types"}
+_HOMES = {
+    "Cluster": "gradwire.cluster",
+    "WorkerInfo": "gradwire.types",
+    "set_log_level": "gradwire.cluster.log_level",
+}
 _PACKAGES = {*__all__, "cluster", "rref"} - {*_HOMES, "__version__"}
 
 

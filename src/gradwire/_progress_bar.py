@@ -14,16 +14,31 @@ if TYPE_CHECKING:
 _DELAY_S: Final = 1.0
 
 
+REFRESH_S: Final = 0.2
+"""How often to update a bar while waiting for something."""
+
+
+def count_columns(progress: Any) -> list[Any]:
+    """Return the columns of a bar that counts things: ``3/8 0:00:05``."""
+    return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn()]
+
+
 class DelayedBar:
     """A progress bar that its user updates, so that it needs no thread.
 
     `columns` is called with the module `rich.progress` and returns the columns to the right of the bar.
     """
 
-    def __init__(self, description: str, columns: Callable[[Any], list[Any]], is_delayed: bool = True) -> None:
+    def __init__(
+        self,
+        description: str,
+        columns: Callable[[Any], list[Any]],
+        is_delayed: bool = True,
+        is_shown: bool = True,
+    ) -> None:
         self._description = description
         self._columns = columns
-        self._shown_from = time.monotonic() + (_DELAY_S if is_delayed else 0.0)
+        self._shown_from = time.monotonic() + (_DELAY_S if is_delayed else 0.0) if is_shown else float("inf")
         self._bar: Progress | None = None
 
     def update(self, completed: int, total: int | None) -> None:
@@ -35,6 +50,12 @@ class DelayedBar:
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=completed, total=total)
             self._bar.refresh()
+
+    def __enter__(self) -> DelayedBar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def stop(self) -> None:
         if self._bar is not None:

@@ -255,3 +255,10 @@ def distributed_rpc() -> Any:
 # used by rpc
 TorchFuture: Any = torch._C.Future
 """The C++ base of `torch.futures.Future`, whose `wait` and `add_done_callback` skip the checks of the Python class."""
+
+# -- used by observe -------------------------------------------------------------------------------------------------------
+
+
+def profile_all_threads() -> Any:
+    """Return the setting with which `torch.profiler.profile` records all threads, not only those it is started in."""
+    return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)

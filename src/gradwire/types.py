@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import msgspec
 
@@ -61,6 +62,16 @@ Id = Annotated[int, msgspec.Meta(ge=0)]
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """A rank in a message."""
+
+MOST_CHARS: Final = 256
+
+Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARS, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
+"""One line without control characters in a message; not escaped for any output format."""
+
+
+def short(value: object) -> str:
+    """Return a text that is short and clean enough for a `Text`."""
+    return re.sub(r"[\x00-\x1f\x7f]", "?", str(value)[:MOST_CHARS])
 
 
 def first_counter(incarnation: int) -> int:

@@ -14,7 +14,16 @@ from per_file import leak_check, template_ends_with_the_session, template_is_pre
 
 __all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
-_WORKER_ENVIRONMENT = device.hide_from_driver()
+_worker_environment: dict[str, str] = {}
+
+
+def pytest_configure() -> None:
+    """Look for the devices, and leave them to workers."""
+    try:
+        device.check_there()
+    except device.TooFewDevices as reason:
+        pytest.exit(str(reason), returncode=1)
+    _worker_environment.update(device.hide_from_driver())
 
 
 @pytest.hookimpl(wrapper=True)
@@ -38,7 +47,7 @@ def cluster(leak_check: LeakCheck, device_maps: dict[str, dict[str, str]]) -> It
         device.prepare()
     except device.NoCompiler as reason:
         pytest.skip(str(reason))
-    with Cluster.local(3, env=_WORKER_ENVIRONMENT, device_maps=device_maps) as cluster:
+    with Cluster.local(3, env=_worker_environment, device_maps=device_maps) as cluster:
         for worker in cluster.workers:
             worker.call(device.load)
         yield cluster

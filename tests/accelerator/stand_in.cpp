@@ -20,11 +20,17 @@
 #include <ATen/ops/_sparse_coo_tensor_with_dims_and_tensors_native.h>
 #include <ATen/ops/_values_native.h>
 #include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/ccol_indices_native.h>
+#include <ATen/ops/col_indices_native.h>
+#include <ATen/ops/crow_indices_native.h>
 #include <ATen/ops/dense_dim_native.h>
 #include <ATen/ops/from_blob.h>
+#include <ATen/ops/linear.h>
 #include <ATen/ops/is_coalesced_native.h>
 #include <ATen/ops/resize_native.h>
+#include <ATen/ops/row_indices_native.h>
 #include <ATen/ops/sparse_dim_native.h>
+#include <ATen/ops/values_native.h>
 #include <ATen/ops/view_as_complex_native.h>
 #include <ATen/ops/view_as_real_native.h>
 #include <ATen/ops/view_native.h>
@@ -44,6 +50,10 @@
 #include <mutex>
 #include <set>
 #include <thread>
+
+namespace at::autocast {
+TORCH_API at::ScalarType get_autocast_dtype(at::DeviceType);  // its header includes everything that torch has
+}
 
 namespace {
 
@@ -507,6 +517,12 @@ at::Tensor make_sparse(int64_t sparse_dim, int64_t dense_dim, c10::SymIntArrayRe
                                                             device, pinned, is_coalesced);
 }
 
+at::Tensor cast_and_multiply(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias) {
+  const c10::impl::ExcludeDispatchKeyGuard guard(c10::DispatchKey::AutocastPrivateUse1);
+  const auto dtype = at::autocast::get_autocast_dtype(kType);
+  return at::linear(input.to(dtype), weight.to(dtype), bias ? std::optional(bias->to(dtype)) : std::nullopt);
+}
+
 void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   drain_current_streams();
   note("operator", name_of(current_stream(current_device)), 0, op.schema().name());
@@ -552,6 +568,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
 TORCH_LIBRARY_IMPL(aten, Conjugate, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 TORCH_LIBRARY_IMPL(aten, Negative, library) { library.impl("_copy_from", torch::CppFunction::makeFallthrough()); }
 
+TORCH_LIBRARY_IMPL(_, AutocastPrivateUse1, library) { library.fallback(torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, library) { library.impl("linear", &cast_and_multiply); }
+
 TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {  // to make and to take apart
   library.impl("_sparse_coo_tensor_with_dims_and_tensors", &make_sparse);
   library.impl("_indices", TORCH_FN(at::native::_indices_sparse));
@@ -561,6 +580,14 @@ TORCH_LIBRARY_IMPL(aten, SparsePrivateUse1, library) {  // to make and to take a
   library.impl("_coalesced_", TORCH_FN(at::native::_coalesced_sparse_));
   library.impl("sparse_dim", TORCH_FN(at::native::sparse_dim_sparse));
   library.impl("dense_dim", TORCH_FN(at::native::dense_dim_sparse));
+}
+
+TORCH_LIBRARY_IMPL(aten, SparseCsrPrivateUse1, library) {  // to take apart; torch can make them
+  library.impl("crow_indices", TORCH_FN(at::native::crow_indices_sparse_csr));
+  library.impl("col_indices", TORCH_FN(at::native::col_indices_sparse_csr));
+  library.impl("ccol_indices", TORCH_FN(at::native::ccol_indices_sparse_csr));
+  library.impl("row_indices", TORCH_FN(at::native::row_indices_sparse_csr));
+  library.impl("values", TORCH_FN(at::native::values_sparse_csr));
 }
 
 }  // namespace

@@ -22,6 +22,9 @@ from gradwire.cluster.api import Cluster
         copies.send_gradients_by_a_shortcut,
         copies.send_by_shared_memory,
         copies.send_by_socket,
+        copies.call_a_module,
+        copies.gather_shards,
+        copies.save_and_load,
     ],
     ids=lambda program: program.__name__,
 )
@@ -43,6 +46,23 @@ def test_sparse_gradients_arrive_on_the_device(cluster: Cluster) -> None:
 
 def test_slots_of_shared_memory_are_unregistered(cluster: Cluster) -> None:
     cluster.workers[0].call(copies.unregister_slots)
+
+
+def test_slots_are_used_again_after_a_timeout(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.give_slots_back)
+
+
+def test_slots_stay_mapped_while_a_device_writes_to_them(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.close_while_the_device_writes)
+
+
+@pytest.mark.parametrize("how", ["wait", "value"])
+def test_results_can_be_used_on_the_stream_of_the_thread_that_gets_them(cluster: Cluster, how: str) -> None:
+    cluster.workers[0].call(copies.use_on_another_stream, how)
+
+
+def test_gradients_can_be_used_on_the_stream_of_the_thread_that_gets_them(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.use_gradients_on_another_stream)
 
 
 @pytest.mark.parametrize("transport", ["unix", "inproc", "tcp", "tls", "loopback"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -50,11 +51,12 @@ def test_a_module_may_be_made_on_the_device_by_its_class(cluster: Cluster, place
         module = worker.module(nn.Linear, 3, 2, dtype=torch.float64, device=DEVICE)
     else:
         module = gw.nn.RemoteModule(f"rank:1/{DEVICE}", nn.Linear, (3, 2), {"dtype": torch.float64})
+    assert module.device == DEVICE
     assert module(training.values().detach()).device.type == "cpu"
     where = [worker.call(_device_of_reference, rref) for rref in module.remote_parameters()]
     assert where == [DEVICE, DEVICE]
     module.to("cpu")
-    assert worker.call(_device_of_reference, module.remote_parameters()[0]) == "cpu"
+    assert worker.call(_device_of_reference, module.remote_parameters()[0]) == module.device == "cpu"
     module.to(training.ZERO)
     assert worker.call(_device_of_reference, module.remote_parameters()[0]) == training.ZERO
     assert module(training.values().detach()).device.type == "cpu"
@@ -72,8 +74,31 @@ class _Where(nn.Module):
 
 
 def test_a_module_without_parameters_computes_where_it_was_placed(cluster: Cluster) -> None:
-    out, where = gw.nn.RemoteModule(f"worker1/{DEVICE}", _Where)(torch.ones(2))
+    module = gw.nn.RemoteModule(f"worker1/{DEVICE}", _Where)
+    out, where = module(torch.ones(2))
     assert (out.device.type, where) == ("cpu", DEVICE)
+    assert module.eval()(torch.ones(2))[1] == module.device == DEVICE
+    assert copy.deepcopy(module)(torch.ones(2))[1] == DEVICE
+    assert module.to(training.ZERO)(torch.ones(2))[1] == module.device == training.ZERO
+    assert module.to(torch.float64)(torch.ones(2))[1] == training.ZERO
+    assert module.cpu()(torch.ones(2))[1] == module.device == "cpu"
+
+
+def _make_on_device() -> nn.Module:
+    return nn.Linear(3, 2, device=DEVICE, dtype=torch.float64)
+
+
+def test_arguments_go_to_the_device_of_a_module_that_a_function_made(cluster: Cluster) -> None:
+    module = gw.nn.RemoteModule.init_from_module_rref("worker1", gw.rpc.remote("worker1", _make_on_device))
+    assert module.device == DEVICE
+    assert module(training.values().detach()).device.type == "cpu"
+
+
+def test_arguments_go_where_assigned_parameters_are(cluster: Cluster) -> None:
+    module = gw.nn.RemoteModule(f"worker1/{DEVICE}", training.make_branches)
+    module.load_state_dict(module.state_dict(), assign=True)  # as with torch, the parameters are those that came
+    assert module.encode(training.values().detach()).shape == (4, 2)
+    assert cluster.workers[1].call(_device_of_reference, module.remote_parameters()[0]) == "cpu"
 
 
 def test_a_missing_device_is_an_error_that_names_it(cluster: Cluster) -> None:
@@ -121,6 +146,10 @@ def test_autocast_of_the_device_goes_with_calls(cluster: Cluster) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert second.call(training.autocast_state) == {"cpu": "torch.bfloat16"}
     assert second.call(training.autocast_state) == {}
+
+
+def test_autocast_casts_on_the_device(cluster: Cluster) -> None:
+    cluster.workers[0].call(training.cast_on_the_device, "worker1")
 
 
 def test_autocast_of_a_device_that_the_worker_lacks_is_left_out(cluster: Cluster) -> None:

@@ -155,7 +155,7 @@ def test_a_checkpoint_moves_between_devices_and_the_cpu(cluster: Cluster, tmp_pa
 
 
 def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Cluster, tmp_path: Path) -> None:
-    largest, num_tensors = 4 << 20, 24  # bytes, of float32
+    largest, num_tensors = 4 << 20, 12  # bytes, of float32
     worker = cluster.workers[2]
     worker.call(training.reset_peak)
     place = f"worker2/{training.ZERO}"
@@ -171,12 +171,12 @@ def test_a_worker_needs_no_more_host_memory_than_for_a_few_tensors(cluster: Clus
     new_state = 2 * num_tensors * largest if device.NAME == device.STAND_IN else 0
     for work, on_device in ((gw.checkpoint.save, 0), (gw.checkpoint.load, new_state)):
         found = []
-        for _ in range(3):  # what the allocator has kept of earlier work counts in the first ones
+        for _ in range(2):  # what the allocator has kept of earlier work counts in the first one
             before = worker.call(training.reset_peak)
             work(tmp_path, objects, progress=False)
             found.append(worker.call(training.read_peak_bytes) - before - on_device)
         on_host = min(found)
-        assert on_host < 8 * largest, f"{work.__name__}: {on_host >> 20} MiB"
+        assert on_host < 6 * largest, f"{work.__name__}: {on_host >> 20} MiB"
 
 
 # -- sharded tensors ------------------------------------------------------------------------------------------------------

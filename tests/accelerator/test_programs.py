@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from accelerator import mixed
+from accelerator import device, mixed
 from autograd.programs import Body, Call, Move, make_program
 from gradwire.cluster.api import Cluster
 
@@ -51,4 +51,4 @@ def _count(found: Counter[str], body: Body) -> None:
 
 def test_devices_are_mapped_between_workers(cluster: Cluster) -> None:
     mixed.prepare(cluster)
-    assert cluster.workers[0].call(mixed.send_from_zero_and_back) == ["privateuseone:1", "privateuseone:0"]
+    assert cluster.workers[0].call(mixed.send_from_zero_and_back) == [f"{device.NAME}:1", f"{device.NAME}:0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -77,8 +78,26 @@ def read_the_log() -> None:
     assert device.take_log() == []
 
 
+def test_without_a_compiler_tests_are_skipped_and_say_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "_CACHE", tmp_path)
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(
+        device.NoCompiler, match=r"no C\+\+ compiler: install g\+\+"
+    ):  # the fixtures skip with this text
+        device.build()
+
+
+def test_a_device_that_this_machine_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "NAME", "ipu")
+    monkeypatch.setattr(device, "IS_STAND_IN", False)
+    with pytest.raises(device.TooFewDevices, match=r"there are 0 devices of ipu on this machine"):
+        device.check_there()
+
+
 @pytest.mark.parametrize(
     "check", [copy_later, wait_on_a_stream, free_too_early, read_the_log], ids=lambda check: check.__name__
 )
 def test_streams_events_and_memory(cluster: Cluster, check: Callable[[], None]) -> None:
+    device.check_stand_in()
     cluster.workers[0].call(check)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -94,6 +95,25 @@ def autocast_state() -> dict[str, str]:
 def call_under_autocast(worker: str) -> dict[str, str]:
     with torch.autocast(device.NAME, torch.float16):
         return gw.rpc.rpc_sync(worker, autocast_state)
+
+
+def make_float_layer() -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return nn.Linear(3, 2)
+
+
+def cast_on_the_device(worker: str) -> None:
+    """Results and gradients of a module under autocast are those of the same module in one process."""
+    module, alone = gw.nn.RemoteModule(f"{worker}/{ONE}", make_float_layer), make_float_layer().to(ONE)
+    x, own = values().detach().float().requires_grad_(), values().detach().float().requires_grad_()
+    with torch.autocast(device.NAME, torch.float16), gw.autograd.context() as ctx:
+        out, expected = module(x), alone(own.to(ONE))
+        assert out.dtype == expected.dtype == torch.float16
+        assert torch.equal(out, expected.cpu())
+        ctx.backward(out.sum())
+        (gradient,) = torch.autograd.grad(expected.sum(), [own])
+        assert torch.equal(ctx.gradients()[x], gradient)
 
 
 def state_of_optimizer(optimizer: gw.rpc.RRef[Any]) -> list[dict[str, tuple[str, str]]]:
@@ -202,16 +222,21 @@ def compute_with_shards(places: list[str], on: str) -> None:
             assert str(found.device) == on
             assert torch.allclose(found.cpu(), function(full))
         tripled = sharded * 2 + sharded
-        assert _devices(tripled) == places
-        assert torch.allclose(tripled.full_tensor().cpu(), full * 3)
         assert torch.equal(sharded.cpu().full_tensor().cpu(), full)
         again = sharded.redistribute(gw.shard.ChunkShardingSpec(1, places))
-        assert _devices(again) == places
-        assert torch.equal(again.full_tensor().cpu(), full)
-        for sharded_one in (tripled, again):
-            remote = [item for items in sharded_one.remote_shards().values() for item in items]
+        first, on_cpu = places[0].partition("/")[2], [f"{place.partition('/')[0]}/cpu" for place in places]
+        for made, expected in (
+            (tripled, places),
+            (again, places),
+            (sharded.redistribute(gw.shard.ChunkShardingSpec(0, on_cpu)), on_cpu),
+            (sharded.redistribute(gw.shard.ChunkShardingSpec(1, on_cpu)), on_cpu),
+            (sharded.to(first), [f"{place.partition('/')[0]}/{first}" for place in places]),
+        ):
+            assert _devices(made) == expected
+            assert torch.allclose(made.full_tensor().cpu(), full * 3 if made is tripled else full)
+            remote = [item for items in made.remote_shards().values() for item in items]
             where = [gw.rpc.rpc_sync(item.owner(), _where_shard_is, (item,)) for item in remote]
-            assert sorted(where) == sorted(places)
+            assert sorted(where) == sorted(expected)
 
 
 def _where_shard_is(shard: Any) -> str:
@@ -256,4 +281,15 @@ def step_shards(places: list[str], on: str) -> None:
     ours.load_state_dict(ours.state_dict())
 
 
-SHARD_PROGRAMS = (compute_with_shards, differentiate_shards, step_shards)
+def save_shards(places: list[str], on: str) -> None:
+    """A checkpoint of a sharded tensor fills another, with other devices."""
+    saved, others = _make_shards(places, on), list(reversed(places))
+    with torch.no_grad(), tempfile.TemporaryDirectory() as folder:
+        filled = gw.shard.ChunkShardingSpec(0, others).shard(torch.zeros_like(_matrix()))
+        gw.checkpoint.save(folder, {"table": saved}, progress=False)
+        gw.checkpoint.load(folder, {"table": filled}, progress=False)
+        assert _devices(filled) == others
+        assert torch.equal(filled.full_tensor().cpu(), _matrix())
+
+
+SHARD_PROGRAMS = (compute_with_shards, differentiate_shards, step_shards, save_shards)

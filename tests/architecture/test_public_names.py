@@ -23,10 +23,12 @@ IF_EXPORTED = (
     "gradwire.cluster",
     "gradwire.compat",
     "gradwire.nn",
+    "gradwire.observe",
     "gradwire.optim",
     "gradwire.rref",
     "gradwire.shard",
     "gradwire.shard.sharded_tensor",
+    "gradwire.telemetry",
     "gradwire.transports.tls",
 )
 

@@ -43,6 +43,7 @@ def test_example_shows_what_it_prints() -> None:
     (program,) = shown_in("README.md")
     assert program.output is not None
     assert "Cluster.local" in program.text
+    assert len(list(filter(str.strip, program.text.splitlines()))) == 10
 
 
 def test_commands_exist() -> None:

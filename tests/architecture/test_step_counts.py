@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import pytest
+
+import quick_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "count_step.py"
 
@@ -22,7 +24,7 @@ MOST = {
 @pytest.mark.parametrize("case", MOST)
 def test_a_step_enters_few_functions(case: str) -> None:
     command = [sys.executable, str(SCRIPT), "--case", case, "--json"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = quick_python.run(command, timeout=100, env={**os.environ, quick_python.NESTED: "1"})
     assert run.returncode == 0, run.stderr
     found = json.loads(run.stdout)
     assert found["own_calls"] > 20, "otherwise nothing was counted"

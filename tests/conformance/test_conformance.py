@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+import quick_python
 from conformance.checkout import load_checkout, to_cpu
 from conformance.expected import LIMITS, OPEN, SHARD_LEFT_OUT, SHARD_LIMITS, reason_of
 from conformance.report import Verdict, judge
@@ -52,14 +53,8 @@ class Run:
 
 
 def run_runner(*options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "conformance", *options],
-        env={**os.environ, "PYTHONPATH": str(TESTS)},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
+    command = [sys.executable, "-m", "conformance", *options]
+    return quick_python.run(command, timeout=110, env={**os.environ, "PYTHONPATH": str(TESTS)})
 
 
 @pytest.fixture(scope="module")

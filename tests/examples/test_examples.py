@@ -1,14 +1,18 @@
 """Every example runs and ends with the line that it promises; so does every program in the documents.
 
+What the documentation shows of an example's output is stored: it has the same lines as the run here, numbers aside.
+
 Most of the time of a program is spent on importing torch, so programs share interpreters (`program_runner`), two of which
 run at a time. Examples that start other processes themselves run in one of their own, as people start them.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,10 +52,21 @@ LAST_LINES = {
 }
 MORE_LINES = {
     "demo.py": [
+        "look at it from another terminal: gradwire top, gradwire dashboard",
         r"epoch 1 of 1: loss \d\.\d{3}, [\d,]+ samples/s",
         *(rf"{phase} +\d+\.\d\d +\d+\.\d\d +\d+% .*" for phase in ("forward calls", "backward", "optimizer", "other")),
         r"  float32 \d\.\de[+-]\d\d, float64 \d\.\de[+-]\d\d",  # the demo fails if these are more than next to nothing
     ]
+}
+OUTPUTS = ROOT / "docs" / "examples" / "output"
+command_of = runpy.run_path(str(ROOT / "docs" / "scripts" / "run_examples.py"))["command_of"]
+NUMBER = re.compile(r"-?\d[\d,.]*(?:e[+-]\d+)?")
+VARIES = {  # besides numbers: parts of lines that are different in every run
+    "checkpoint.py": r"(?<=: )\w+$",  # the kind of an error
+    "demo.py": r"[■▄▀█]+",
+    "on_ray.py": r"[━─┳╇┴]+| ",
+    "pipeline.py": r"(?<=stage\d )\S+",
+    "survives_kills.py": r"\w+(?= at step)",
 }
 LOGGED = re.compile(
     r"(gradwire: 2 workers on 1 host from torchrun, run id \S+; rank 0 of 3 is the driver\n)?"
@@ -178,7 +193,8 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     for item in request.session.items:
         if item.path == request.path and "outcomes" in item.fixturenames:
             for kind, name in item.callspec.params.items():
-                wanted[kind].append(name)
+                if name not in wanted[kind]:
+                    wanted[kind].append(name)
     pool = ThreadPoolExecutor(2, "runs-programs")
     found: Outcomes = {}
     groups = (
@@ -230,6 +246,31 @@ def test_example(example: str, outcomes: Outcomes) -> None:
         assert re.search(rf"^{line}$", ran.out, re.MULTILINE), ran.out
     assert not set("\x1b\r") & set(ran.out), "a terminal's control characters in a pipe"
     assert LOGGED.fullmatch(ran.err), ran.err
+
+
+def test_every_example_has_a_stored_output() -> None:
+    assert sorted(path.stem for path in OUTPUTS.iterdir()) == sorted(name.removesuffix(".py") for name in LAST_LINES)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2 * GROUP_DEADLINE_S)
+@pytest.mark.parametrize("example", sorted(LAST_LINES))
+def test_stored_output_is_current(example: str, outcomes: Outcomes) -> None:
+    (ran,) = outcomes[example].result(2 * GROUP_DEADLINE_S)[example]
+    command, *stored = (OUTPUTS / example).with_suffix(".txt").read_text().splitlines()
+    advice = f"run make docs-examples EXAMPLES={example.removesuffix('.py')}"
+    assert command == f"$ {command_of(EXAMPLES / example)}", advice
+    assert re.fullmatch(LAST_LINES[example], stored[-1]), advice
+    varies = VARIES.get(example)
+    assert kinds_of_lines(stored, varies) == kinds_of_lines(ran.out.splitlines(), varies), advice
+
+
+def kinds_of_lines(lines: list[str], varies: str | None) -> list[str]:
+    """The lines without numbers, spaces and what varies; of several in a row that are the same then, one."""
+    if varies:
+        lines = [re.sub(varies, "", line) for line in lines]
+    kinds = ("".join(NUMBER.sub("0", line).split()) for line in lines)
+    return [kind for kind, _ in itertools.groupby(filter(None, kinds))]
 
 
 @pytest.mark.slow

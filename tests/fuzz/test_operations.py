@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,9 +12,13 @@ import torch
 
 from fuzz import fuzz_operations as fuzzer
 from fuzz.fuzz_operations import Attack, Honest, Outcome
+from fuzz.operation_grammar import Grammar, Pools
 from fuzz.operation_world import make_world
+from gradwire.errors import ConfigurationError, DecodeError
 from gradwire.rpc import functions
+from gradwire.rpc.device_maps import DeviceReport, check_device_maps
 from gradwire.testing import LeakCheck
+from gradwire.wire.messages import read_plain
 
 NUM_MESSAGES = 400
 
@@ -113,6 +118,21 @@ def test_messages_that_were_found_to_do_harm() -> None:
                 with contextlib.suppress(*fuzzer.NOT_SENT):
                     attack.world.hostile.notices.send("v", name, note)
             attack.look(honest)
+
+
+def test_reports_of_devices() -> None:
+    """A worker reports its devices when it joins, which the workers of the fuzzer have done."""
+    grammar = Grammar(random.Random(0), Pools(workers=[(0, 1)]), lambda: ())
+    num_read = 0
+    for _ in range(300):
+        try:
+            report = read_plain(grammar.note(DeviceReport), DeviceReport, "not a report")
+        except DecodeError:
+            continue
+        num_read += 1
+        with contextlib.suppress(ConfigurationError):
+            check_device_maps({"cpu": report, "to": DeviceReport({"cuda": 2})}, knows_all=True)
+    assert num_read > 10
 
 
 @pytest.mark.slow

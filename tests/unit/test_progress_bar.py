@@ -9,7 +9,7 @@ import pytest
 import rich.console
 
 from gradwire import _progress_bar
-from gradwire._progress_bar import DelayedBar
+from gradwire._progress_bar import DelayedBar, count_columns
 
 
 class _Terminal(io.StringIO):
@@ -69,3 +69,17 @@ def test_it_does_not_show_in_a_notebook_without_widgets(monkeypatch: pytest.Monk
     bar.update(0, 4)
     bar.stop()
     assert sys.stderr.getvalue() == ""
+
+
+def test_it_stops_with_its_block_and_may_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _use_terminal(monkeypatch)
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    with DelayedBar("one", count_columns) as shown, DelayedBar("two", count_columns, is_shown=False) as hidden:
+        shown.update(1, 3)
+        hidden.update(1, 3)
+    assert "one" in terminal.getvalue()
+    assert "1/3" in terminal.getvalue()
+    assert "two" not in terminal.getvalue()
+    assert shown._bar is not None
+    assert shown._bar.finished is False
+    assert not shown._bar.live.is_started

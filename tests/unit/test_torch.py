@@ -584,3 +584,11 @@ def test_torch_future() -> None:
     future.set_result(3)
     assert seen == [3]
     assert _torch.TorchFuture.wait(future) == 3
+
+
+# -- used by observe ------------------------------------------------------------------------------------------------------
+
+
+def test_profile_all_threads() -> None:
+    """`tests/unit/observe/test_operators.py` shows what it does."""
+    assert isinstance(_torch.profile_all_threads(), torch._C._profiler._ExperimentalConfig)

@@ -23,6 +23,15 @@ def format_bytes(count: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" or value >= 10 or value == int(value) else f"{value:.1f} {unit}"
 
 
+def format_time(seconds: float) -> str:
+    """Return a time for people: ``12 us``, ``3.4 ms``, ``1.2 s``."""
+    for unit, factor in (("us", 1e6), ("ms", 1e3)):
+        if seconds * factor < 999.5:
+            value = seconds * factor
+            return f"{value:.0f} {unit}" if unit == "us" or value >= 10 else f"{value:.1f} {unit}"
+    return f"{seconds:.1f} s"
+
+
 def count(number: int, noun: str, plural: str = "") -> str:
     """Return a number with its noun: ``1 tensor``, ``2 tensors``."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
@@ -45,10 +54,12 @@ def describe(node: GraphNode) -> tuple[str, ...]:
 
 
 def label_of(message: GraphMessage) -> tuple[str, ...]:
-    """Return the label of a message: its function and its size."""
+    """Return the label of a message: its function, its size and how long it was on its way, as far as that is known."""
     name = re.split(r"[:.]", message.function)[-1] or message.function
     text = f"{name} result" if message.is_result else f"{name}()"
-    return (text,) if message.num_bytes is None else (text, format_bytes(message.num_bytes))
+    sizes = [] if message.num_bytes is None else [format_bytes(message.num_bytes)]
+    times = [] if message.time_s is None else [format_time(message.time_s)]
+    return (text, ", ".join(sizes + times)) if sizes or times else (text,)
 
 
 def to_dot(graph: DistributedGraph) -> str:

@@ -14,7 +14,8 @@ import torch
 
 from gradwire.autograd.functions import AccumulateGrad, RecvNode
 from gradwire.autograd.messages import NO_ID
-from gradwire.autograd.worker_views import MOST_CHARS, MOST_OPERATORS, Segment, first
+from gradwire.autograd.worker_views import MOST_OPERATORS, Segment, first
+from gradwire.types import MOST_CHARS
 
 _MOST_NODES: Final = 20_000  # looked at for one answer: some 20 ms
 _VIEWS: Final = {"t", "view", "unsafe_view", "expand", "alias", "reshape_alias"}  # not worth naming beside others

@@ -23,6 +23,7 @@ from gradwire.errors import AutogradError, ConfigurationError, NoActiveContext
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.api import is_available as rpc_is_available
 from gradwire.rpc.connection import current_request
+from gradwire.wire.devices import hand_over, on_default_streams
 from gradwire.wire.plain import register_plain_number
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ def backward(
             f"step() of other optimizers after backward"
         )
     options = _options(retain_graph, create_graph, inputs is not None, mode, timeout)
-    current_engine().backward(context_id, options, roots, gradients, inputs)
+    on_default_streams(current_engine().backward)(context_id, options, roots, gradients, inputs)
     if optimizer is not None:
         optimizer.follow_backward(context_id)
 
@@ -185,11 +186,13 @@ def grad(
     """
     wanted = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     options = _options(create_graph if retain_graph is None else retain_graph, create_graph, True, mode, timeout)
-    table = current_engine().backward(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
+    run = on_default_streams(current_engine().backward)
+    table = run(context_id, options, outputs, grad_outputs, wanted, joins_context=False)
     results = tuple(table.get(tensor) for tensor in wanted)
     if not allow_unused and any(result is None for result in results):
         number = results.index(None)
         raise AutogradError(f"the outputs do not depend on input {number}; pass allow_unused=True to get None for it")
+    hand_over(result for result in results if result is not None)
     return results
 
 
@@ -216,7 +219,9 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         UnknownContext: The context was released, or this worker does not take part in it.
         RpcTimeout: A pass has finished here, and its root did not report whether it was committed.
     """
-    return current_engine().container.retrieve(context_id).wait_gradients(DEFAULT_TIMEOUT_S)
+    found = current_engine().container.retrieve(context_id).wait_gradients(DEFAULT_TIMEOUT_S)
+    hand_over(found.values())
+    return found
 
 
 def explain(context_id: int) -> Explanation:

@@ -41,6 +41,7 @@ from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.types import COUNTER_BITS, WorkerInfo
 
 if TYPE_CHECKING:
+    from gradwire.autograd.pass_events import PassTrace
     from gradwire.autograd.stall_detector import StallDetector
 
 _MOST_TENSORS = 1 << 20  # in one message; peers cannot claim more
@@ -129,7 +130,8 @@ class BackwardPass:
         self.context = context
         self.options = options
         self.roots = roots
-        self.deadline = time.monotonic() + options.timeout_s
+        self.started = time.monotonic()
+        self.deadline = self.started + options.timeout_s
         # The worker whose message started it here, and how many bytes of its budget that uses until the end.
         self.charged: tuple[int, int] | None = None
         self._lock = threading.Lock()  # guards everything below
@@ -145,6 +147,7 @@ class BackwardPass:
         self.error: BaseException | None = None  # why it failed, on the root
         self.followers: Collection[int] = ()  # on the root: ranks of the workers that wait to be told of the commit
         self.detector: StallDetector | None = None  # made by a thread that waits
+        self.trace: PassTrace | None = None  # tells what happens to it; None if nothing was observed when it began
         nodes, sends = [], {}
         for tensor in roots.tensors:
             nodes.append(tensor.grad_fn)
@@ -336,7 +339,11 @@ class BackwardPass:
         return True
 
     def _commit(self) -> None:
+        if self.trace is not None:
+            self.trace.note_commit()
         self.context.end_pass(self, is_committed=True)  # if that fails, nothing has changed
+        if self.trace is not None:
+            self.trace.note_committed()
         self.state.commit()
         self._forget()
 

@@ -22,10 +22,11 @@ from gradwire._torch import leaf_hooks
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.config import Limits
 from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownContext
+from gradwire.observe import events
 from gradwire.params.grads import GradientTable, add_gradient
 from gradwire.rpc.connection import while_waiting
 from gradwire.types import COUNTER_BITS, MAX_COUNTER, creator_of, first_counter, make_secret_id
-from gradwire.wire.devices import copy, move
+from gradwire.wire.devices import copy_to, move
 from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ class RecordedSend:
     the message has nothing else, its node is made only where one is asked for.
     """
 
-    __slots__ = ("_leaves", "_metadata", "_output", "function", "is_on_device", "message_id", "peer", "site")
+    __slots__ = ("_leaves", "_metadata", "_output", "at_ns", "function", "is_on_device", "message_id", "peer", "site")
     is_send = True
 
     def __init__(self, message_id: int, peer: int, function: str, site: CallSite, tensors: list[torch.Tensor]) -> None:
@@ -86,6 +87,7 @@ class RecordedSend:
         self.peer = peer  # the receiver
         self.function = function  # the called function, or the one whose result it is
         self.site = site
+        self.at_ns = time.monotonic_ns() if events.sink is not None else 0
         self._metadata: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._leaves: list[torch.Tensor] | None = tensors
         self.is_on_device = False
@@ -153,7 +155,7 @@ class RecordedSend:
         do not share memory.
         """
         devices = self._devices_of(defined)
-        return copy(gradients, devices + [item.device for item in gradients[len(devices) :]], deadline)
+        return copy_to(gradients, devices + [item.device for item in gradients[len(devices) :]], deadline)
 
     def _devices_of(self, defined: Sequence[bool]) -> list[torch.device]:
         return [device for is_defined, (_, _, device) in zip(defined, self._metadata, strict=False) if is_defined]
@@ -191,6 +193,7 @@ class RecordedRecv(msgspec.Struct, frozen=True):
     function: str  # the called function, or the one whose result it is
     node: Any  # the gradient function of the received tensors
     outputs: tuple[weakref.ref[torch.Tensor], ...] = ()  # those tensors; the graph must not keep them
+    at_ns: int = 0  # when it was recorded, if that was observed
     is_send: ClassVar[bool] = False
 
     @property
@@ -253,7 +256,8 @@ class DistAutogradContext:
     ) -> tuple[torch.Tensor, ...]:
         """Record tensors that arrived in a message; return the tensors to use in their place."""
         outputs = make_recv(self.context_id, message_id, tensors)
-        recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn, tuple(map(weakref.ref, outputs)))
+        at_ns = time.monotonic_ns() if events.sink is not None else 0
+        recv = RecordedRecv(message_id, peer, function, outputs[0].grad_fn, tuple(map(weakref.ref, outputs)), at_ns)
         with self._lock:
             self.recvs[message_id] = recv
             self.exchanges.append(recv)

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from gradwire._torch import Carried
+from gradwire.observe import log
 
 current_context: contextvars.ContextVar[int] = contextvars.ContextVar("gradwire_autograd_context", default=0)
 """The context that code of this thread or task is in, or 0. Threads of torch's engine need `current_context_id`."""
@@ -49,6 +50,9 @@ def current_context_id() -> int:
         if run is not None and run.thread != threading.get_ident():
             return run.ambient_id
     return context_id
+
+
+log.current_context_id = current_context_id
 
 
 def begin_run(run: LocalRun) -> LocalRun | None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Iterable, Sequence
+import types
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -80,6 +81,7 @@ class GraphMessage(msgspec.Struct, frozen=True):
         num_bytes: Their size; None if the sender did not answer.
         has_arrived: Whether the receiver has it; True if the receiver did not answer.
         waits_for: Worker whose gradient for it a running backward pass waits for; empty if none does.
+        time_s: Seconds from its send to its recv; None unless events were observed (`gradwire.observe`) on both workers.
     """
 
     message_id: int
@@ -92,6 +94,7 @@ class GraphMessage(msgspec.Struct, frozen=True):
     num_bytes: int | None = None
     has_arrived: bool = True
     waits_for: str = ""
+    time_s: float | None = None
 
 
 class DistributedGraph(msgspec.Struct, frozen=True):
@@ -255,8 +258,13 @@ class _Assembly:
         self.targets[message_id].before.append(self.sources[message_id])
 
 
-def assemble(context_id: int, views: Sequence[WorkerView]) -> DistributedGraph:
-    """Build the graph of a context from the views of its workers; the first is the one that asks."""
+def assemble(
+    context_id: int, views: Sequence[WorkerView], clocks: Mapping[str, int] = types.MappingProxyType({})
+) -> DistributedGraph:
+    """Build the graph of a context from the views of its workers; the first is the one that asks.
+
+    `clocks` has, for workers whose time is known, the nanoseconds to add to it to compare it with that of others.
+    """
     parts = _Assembly(views)
     parts.run()
     position = {draft: number for number, draft in enumerate(_in_order(parts.drafts))}
@@ -274,13 +282,15 @@ def assemble(context_id: int, views: Sequence[WorkerView]) -> DistributedGraph:
         context_id,
         (*known, *(GraphWorker(name, answered=False) for name in parts.others)),
         tuple(draft.freeze(names[draft]) for draft in position),
-        tuple(_message(parts, item, names, settlers.get(item, "")) for item in ids),
+        tuple(_message(parts, item, names, settlers.get(item, ""), clocks) for item in ids),
         tuple((names[source], names[target]) for source, target in parts.links if is_forward(source, target)),
         total,
     )
 
 
-def _message(parts: _Assembly, message_id: int, names: dict[_Draft, str], waits_for: str) -> GraphMessage:
+def _message(
+    parts: _Assembly, message_id: int, names: dict[_Draft, str], waits_for: str, clocks: Mapping[str, int]
+) -> GraphMessage:
     sent, received = parts.sent.get(message_id), parts.received.get(message_id)
     view = (sent or received or ("", None))[1]
     assert view is not None
@@ -300,7 +310,18 @@ def _message(parts: _Assembly, message_id: int, names: dict[_Draft, str], waits_
         view.num_bytes if sent is not None else None,
         received is not None or not is_told,
         waits_for,
+        _time_between(sent, received, clocks),
     )
+
+
+def _time_between(
+    sent: tuple[str, MessageView] | None, received: tuple[str, MessageView] | None, clocks: Mapping[str, int]
+) -> float | None:
+    if sent is None or received is None or not (sent[1].at_ns and received[1].at_ns):
+        return None
+    if sent[0] not in clocks or received[0] not in clocks:
+        return None
+    return max(0, received[1].at_ns + clocks[received[0]] - sent[1].at_ns - clocks[sent[0]]) / 1e9
 
 
 def _in_order(drafts: Sequence[_Draft]) -> Iterable[_Draft]:

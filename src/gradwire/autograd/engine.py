@@ -24,7 +24,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -68,6 +68,7 @@ from gradwire.autograd.messages import (
     ReleaseContext,
     ReportDone,
 )
+from gradwire.autograd.pass_events import PassTrace
 from gradwire.autograd.stall_detector import StallDetector
 from gradwire.errors import (
     AutogradError,
@@ -79,6 +80,7 @@ from gradwire.errors import (
     UnknownContext,
     WorkerLost,
 )
+from gradwire.observe import events
 from gradwire.params.grads import GradientTable
 from gradwire.rpc.connection import while_waiting
 from gradwire.types import WorkerAddress, WorkerInfo, creator_of
@@ -119,6 +121,14 @@ def all_open() -> list[DistEngine]:
         return [item for item in _made if not item._agent.is_closed]
 
 
+class ContextObserver(Protocol):
+    """Looks at contexts that were made on this worker; called in the thread of the program. Must not raise."""
+
+    def before_backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None: ...
+
+    def before_release(self, context_id: int) -> None: ...
+
+
 class DistEngine:
     """The contexts and backward passes of one worker."""
 
@@ -138,6 +148,7 @@ class DistEngine:
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders do not take part in
         self.prober = Prober(agent, self.container, self.lost, self.name_of)
+        self.observer: ContextObserver | None = None  # of the contexts of this worker; most programs have none
         notices = agent.notices
         notices.register("autograd.propagate", self._on_propagate, PropagateGradients)
         notices.register("autograd.report", self._on_report, ReportDone)
@@ -186,13 +197,18 @@ class DistEngine:
         """Run a pass from here and wait until it has ended everywhere; return the gradients computed here."""
         start = check_roots(roots, gradients, inputs, joins_context)
         context = self.container.find(context_id) or self.container.retrieve(context_id)
+        if self.observer is not None:
+            self.observer.before_backward(context_id, start.tensors)
         pass_id = self.container.new_message_id()
         make = functools.partial(BackwardPass, self._own, pass_id, context, options, start, self.lost)
         if self.due:
             self.tell_due()
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
         current = context.begin_pass(pass_id, make)
         if current is None:
             raise UnknownContext(f"context {context_id} was released while backward was starting")
+        if began_ns:
+            current.trace = PassTrace(self.worker, current, began_ns)
         self.num_passes += 1
         has_returned = False
         try:
@@ -207,6 +223,8 @@ class DistEngine:
         finally:
             if not has_returned:
                 self._leave(current)
+            if current.trace is not None:
+                current.trace.tell_ended(current, current.error if has_returned else KeyboardInterrupt())
         failure, current.error = current.error, None
         if failure is not None:
             try:
@@ -222,6 +240,7 @@ class DistEngine:
         self._tell_all(current.followers, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
     def _wait_over(self, current: BackwardPass) -> None:
+        began_ns = time.monotonic_ns() if current.trace is not None else 0
         with while_waiting():
             # This thread helps if torch is configured in it as in the threads that usually run passes.
             is_plain = torch.is_grad_enabled() and not (torch.is_inference_mode_enabled() or is_any_autocast_enabled())
@@ -229,6 +248,8 @@ class DistEngine:
                 self._read_along(current)
             if not current.state.is_over:
                 self._wait(current, None)
+        if current.trace is not None:
+            current.trace.tell("wait", "other workers", began_ns)
 
     def _read_along(self, current: BackwardPass) -> None:
         """Read the connections that gradients and reports will use, for a moment: that saves waking threads for them."""
@@ -275,7 +296,10 @@ class DistEngine:
                 if runs:
                     operation = "running the local backward"
                     run = _Run(self, current, runs[0])
+                    began_ns = time.monotonic_ns() if current.trace is not None else 0
                     found = run.run()
+                    if current.trace is not None:
+                        current.trace.tell("local_engine", "local engine", began_ns)
                     following += run.following
                     following += current.finish(runs[0].index, found)
                 actions = following
@@ -320,6 +344,7 @@ class DistEngine:
         tensors: Sequence[torch.Tensor] = (),
         report: Report | None = None,
     ) -> None:
+        began_ns = time.monotonic_ns() if current.trace is not None else 0
         introduction = current.introduce(peer)
         note = PropagateGradients(
             current.context.context_id, current.pass_id, current.options, items, introduction, report
@@ -332,6 +357,8 @@ class DistEngine:
         else:
             name = self._names.get(peer) or self.name_of(peer)
             self._agent.notices.send(name, "autograd.propagate", note, tensors, current.deadline)
+            if current.trace is not None:
+                current.trace.tell_sent(name, items, tensors, began_ns)
 
     # -- messages of a pass --------------------------------------------------------------------------------------------
 
@@ -340,8 +367,10 @@ class DistEngine:
             self.heard_of(sender)
             if sender.id in self.lost:  # a late message: its sends were settled when the sender was lost
                 return
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
         current = self._find_or_begin(message, sender)
         if current is not None:
+            trace = current.trace
             try:
                 introduction = message.introduction
                 if introduction is not None and introduction.shortcuts:
@@ -351,6 +380,8 @@ class DistEngine:
                 self.fail(current, error, f"taking gradients from {sender.name}")
             else:
                 self._perform(current, actions)
+            if trace is not None:
+                trace.tell_received(sender.name, message, tensors, began_ns)
         if message.report is not None:  # after the gradients that came with it
             self._take_report(sender, message.context_id, message.pass_id, message.report)
 
@@ -381,8 +412,11 @@ class DistEngine:
     def _make_pass(self, context: DistAutogradContext, message: PropagateGradients, sender: int) -> BackwardPass:
         num_bytes = PASS_BYTES + PASS_BYTES_PER_MESSAGE * len(context.exchanges)
         self.container.quotas.charge(sender, context, num_bytes + ENDED_PASS_BYTES)
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
         current = BackwardPass(self._own, message.pass_id, context, message.options, NO_ROOTS, self.lost, (sender,))
         current.charged = sender, num_bytes
+        if began_ns:
+            current.trace = PassTrace(self.worker, current, began_ns)
         self.num_passes += 1
         return current
 
@@ -482,8 +516,11 @@ class DistEngine:
         """Handle the commit of a pass, which its root sent as a notice or with another message."""
         context = self.container.find(message.context_id)
         current = context.passes.get(message.pass_id) if context is not None else None
-        if current is not None and current.root == sender.id and current.commit_received() and current.charged:
-            self.container.quotas.refund(current.context, *current.charged)
+        if current is not None and current.root == sender.id and current.commit_received():
+            if current.charged:
+                self.container.quotas.refund(current.context, *current.charged)
+            if current.trace is not None:
+                current.trace.tell_ended(current)
 
     def fail(self, current: BackwardPass, error: BaseException, operation: str) -> None:
         """End a pass because of an error here, and tell the other workers.
@@ -509,6 +546,8 @@ class DistEngine:
             return
         if abort.ends and current.charged:
             self.container.quotas.refund(current.context, *current.charged)
+        if abort.ends and current.trace is not None and not current.is_root:
+            current.trace.tell_ended(current, failure)
         if abort.peers:
             note = note or AbortPass(current.context.context_id, current.pass_id, self.describe(failure))
             is_told = self._tell_all(abort.peers, "autograd.abort", note)
@@ -595,6 +634,8 @@ class DistEngine:
 
     def release(self, context_id: int) -> bool:
         """Release a context on every worker that took part; False if it was not here."""
+        if self.observer is not None:
+            self.observer.before_release(context_id)
         return self._release(context_id, f"on worker {self.worker} at {find_call_site()}")
 
     def _release(self, context_id: int, where: str, sender: int | None = None, *, is_suspected: bool = False) -> bool:
@@ -604,6 +645,8 @@ class DistEngine:
         self.due.pop(context_id, None)
         for current in list(context.passes.values()) if context.passes else ():
             if not is_suspected and current.drop():
+                if current.trace is not None:
+                    current.trace.tell_ended(current)
                 continue
             # Its gradients can no longer be read, whether it is committed or not.
             failure = self.failure(UnknownContext(f"the context was released {clean(where)}"), "waiting")
@@ -814,7 +857,12 @@ class _Run:
         """Block the local engine until a send is settled."""
         current = self._pass
         if not current.state.is_settled(message_id):
+            began_ns = time.monotonic_ns() if current.trace is not None else 0
             with while_waiting():
                 self._engine._wait(current, message_id)
+            if current.trace is not None:
+                send = current.sends[message_id]
+                peer = self._engine._names.get(send.peer) or self._engine.name_of(send.peer)
+                current.trace.tell("wait", send.function, began_ns, peer=peer)
         if current.state.is_over:
             raise PassDropped

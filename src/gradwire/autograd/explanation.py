@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,10 +25,9 @@ from gradwire.autograd.worker_views import (
     WorkerView,
     find_settlers,
     first,
-    short,
 )
 from gradwire.errors import AutogradError, UnknownWorker
-from gradwire.types import Id, WorkerInfo, creator_of
+from gradwire.types import Id, WorkerInfo, creator_of, short
 from gradwire.wire.exceptions import clean
 from gradwire.wire.messages import prepare
 
@@ -82,6 +82,10 @@ def _describe_pass(worker: str, current: PassView, settlers: Mapping[int, str]) 
         stands = "; a run of the local engine is blocked on it" if send.is_gate else ""
         what = f"send {send.message_id:#x} of {send.function} ({send.site}) on worker {worker} to {send.peer}"
         lines.append(f"      {worker} waits for {settler}: {what}{way}{stands}")
+    for item in current.offered:
+        if settlers.get(item.message_id) == worker:  # the shortcut was not taken
+            way = f"send {item.message_id:#x} on to {item.peer} untouched, so it waits for the answer of {item.peer}"
+            lines.append(f"      {worker} passed {way}")
     return lines
 
 
@@ -123,22 +127,34 @@ class Prober:
         return msgspec.to_builtins(current.snapshot(name, self._name_of) if current is not None else PassSnapshot(name))
 
     def explain(self, context: DistAutogradContext) -> Explanation:
-        found = self._views_of_all(context, (), _ANSWER_S)
+        found = self._views_of_all(context.context_id, (), _ANSWER_S)
         return Explanation(context.context_id, tuple(found[rank] for rank in sorted(found)))
 
     def graph(self, context: DistAutogradContext, roots: Sequence[torch.Tensor], timeout_s: float) -> DistributedGraph:
-        found = self._views_of_all(context, roots, timeout_s)
-        own = self._container.worker
-        ranks = sorted(found, key=lambda rank: (rank != own, rank))
-        return assemble(context.context_id, [found[rank] for rank in ranks])
+        views = self.views(context.context_id, timeout_s, roots)
+        return assemble(context.context_id, views, self.clocks(view.worker for view in views))
 
-    def _views_of_all(
-        self, context: DistAutogradContext, roots: Sequence[torch.Tensor], timeout_s: float
-    ) -> dict[int, WorkerView]:
-        found = {self._container.worker: self._view(context, roots)}
+    def views(self, context_id: int, timeout_s: float, roots: Sequence[torch.Tensor] = ()) -> list[WorkerView]:
+        """Return the views of all workers of a context, in which this one need not take part; the nearest first."""
+        found = self._views_of_all(context_id, roots, timeout_s)
+        own = self._container.worker
+        return [found[rank] for rank in sorted(found, key=lambda rank: (rank != own, rank))]
+
+    def clocks(self, workers: Iterable[str]) -> dict[str, int]:
+        """Return the workers that have the same clock as this one: all processes of a machine do."""
+        found = {}
+        for name in workers:
+            with contextlib.suppress(UnknownWorker):
+                if self._agent.directory.find(name).host == self._agent.address.host:
+                    found[name] = 0
+        return found
+
+    def _views_of_all(self, context_id: int, roots: Sequence[torch.Tensor], timeout_s: float) -> dict[int, WorkerView]:
+        context = self._container.find(context_id)
+        found = {} if context is None else {self._container.worker: self._view(context, roots)}
+        known = {creator_of(context_id)} - {self._container.worker} if context is None else ()
         until = time.monotonic() + timeout_s
-        ids = (context.context_id,)
-        self._explore(found, (), "autograd.explain", ids, WorkerView, lambda item: item.known_workers, until)
+        self._explore(found, known, "autograd.explain", (context_id,), WorkerView, lambda i: i.known_workers, until)
         # The name that this worker knows counts, whatever the answer says.
         return {rank: msgspec.structs.replace(view, worker=self._label_of(rank)) for rank, view in found.items()}
 
@@ -153,6 +169,7 @@ class Prober:
         # Copies first: more may be recorded meanwhile.
         sends, recvs, passes = dict(context.sends), dict(context.recvs), list(context.passes.values())
         listed = dict(first(sends.items()))
+        roots = roots or [tensor for item in passes for tensor in item.roots.tensors]
         # With trust="data", workers do not show each other their operators.
         segments = find_segments(listed, recvs, roots, has_contents=self._agent.trust == "code")
         return WorkerView(
@@ -163,21 +180,28 @@ class Prober:
             len(recvs),
             tuple(self._send_view(item) for item in listed.values()),
             tuple(
-                MessageView(item.message_id, self._label_of(item.peer), short(item.function), "", item.num_tensors)
+                MessageView(
+                    item.message_id,
+                    self._label_of(item.peer),
+                    short(item.function),
+                    "",
+                    item.num_tensors,
+                    at_ns=item.at_ns,
+                )
                 for item in first(recvs.values())
             ),
             segments,
-            tuple(self._pass_view(item) for item in passes[:MOST_PASSES]),
+            tuple(self.view_pass(item) for item in passes[:MOST_PASSES]),
         )
 
     def _send_view(self, send: RecordedSend) -> MessageView:
         peer, is_result = self._label_of(send.peer), send.site is RESULT
         where = short(send.site)
         return MessageView(
-            send.message_id, peer, short(send.function), where, send.num_tensors, send.num_bytes, is_result
+            send.message_id, peer, short(send.function), where, send.num_tensors, send.num_bytes, is_result, send.at_ns
         )
 
-    def _pass_view(self, current: BackwardPass) -> PassView:
+    def view_pass(self, current: BackwardPass) -> PassView:
         snapshot = current.snapshot(self._agent.info.name, self._label_of)
         waiting, state = first(snapshot.waiting), current.state
         return PassView(

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from gradwire.autograd._backward_state import PassSnapshot, is_stalled
 from gradwire.autograd.explanation import Prober, waiting_text
 from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
+from gradwire.observe.log import get_logger
+from gradwire.wire.exceptions import clean
 
 if TYPE_CHECKING:
     from gradwire.autograd.backward_pass import BackwardPass
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 _SLICE_S = 0.2  # how often to check whether this worker has shut down
 _PROBE_AFTER_S = {True: 0.25, False: 2.0}  # by FAST: how long to wait before the first probe
 _LAST_PROBE_S = 0.5  # how long the probe after a timeout may take
+LONG_WAIT_S = 10.0  # without a change, until that is logged
 _NEVER = float("inf")
+_log = get_logger(__name__)
 
 Problem = tuple[Exception, str]
 """Why a pass must end, and what failed."""
@@ -41,6 +45,7 @@ class StallDetector:
         self._next_probe = time.monotonic() + self._interval_s if current.is_root else _NEVER
         self._deadline = current.deadline
         self._snapshots: dict[int, PassSnapshot] = {}
+        self._unchanged_since = time.monotonic()  # for the thread that asks
 
     def pause_s(self) -> float:
         return max(0.0, min(_SLICE_S, min(self._next_probe, self._deadline) - time.monotonic()))
@@ -72,7 +77,24 @@ class StallDetector:
     def _find_stall(self) -> Problem | None:
         left_s = max(0.0, self._deadline - time.monotonic())
         before, self._snapshots = self._snapshots, self._prober.probe(self._pass, left_s)
+        self._report_no_progress(before, time.monotonic())
         return (self._describe_stall(), "waiting for gradients") if is_stalled(before, self._snapshots) else None
+
+    def _report_no_progress(self, before: dict[int, PassSnapshot], now: float) -> None:
+        """Log once what a pass waits for in which nothing has changed for long, although it is not deadlocked."""
+        if before != self._snapshots:
+            self._unchanged_since = now
+        elif now - self._unchanged_since >= LONG_WAIT_S:
+            self._unchanged_since = _NEVER
+            _log.warning(
+                "%s: the backward pass of context %d has made no progress for %.0f s: %s. "
+                "gradwire.autograd.explain(%d) or `gradwire top` shows more",
+                self._agent.info.name,
+                self._pass.context.context_id,
+                LONG_WAIT_S,
+                clean(waiting_text(self._snapshots)),
+                self._pass.context.context_id,
+            )
 
     def _describe_stall(self) -> BackwardFailed:
         snapshots = self._snapshots.values()

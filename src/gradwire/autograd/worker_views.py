@@ -5,24 +5,20 @@ Every list and text has a bound. A worker that has more sends the first ones, an
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Final, Literal, TypeVar
 
 import msgspec
 
 from gradwire.autograd.messages import NO_ID
-from gradwire.types import Id, Rank
+from gradwire.types import Id, Rank, Text
 from gradwire.wire.messages import prepare
 
 MOST_MESSAGES: Final = 2_000
 """Messages of each direction that one worker lists."""
 MOST_PASSES: Final = 64
 MOST_OPERATORS: Final = 6
-MOST_CHARS: Final = 256
 
-Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARS, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-"""One line without control characters; not escaped for any output format."""
 Ids = Annotated[tuple[Id, ...], msgspec.Meta(max_length=MOST_MESSAGES)]
 Item = TypeVar("Item")
 
@@ -37,6 +33,7 @@ class MessageView(msgspec.Struct, frozen=True):
     num_tensors: Id = 0
     num_bytes: Id = 0  # only the sender knows
     is_result: bool = False  # likewise
+    at_ns: Id = 0  # when it was recorded, by the clock of the worker's machine; 0 if that was not observed
 
 
 class Segment(msgspec.Struct, frozen=True):
@@ -102,11 +99,6 @@ class WorkerView(msgspec.Struct, frozen=True):
 def first(items: Iterable[Item]) -> tuple[Item, ...]:
     """Return the first items, as many as a list in an answer may have."""
     return tuple(item for item, _ in zip(items, range(MOST_MESSAGES), strict=False))
-
-
-def short(value: Any) -> str:
-    """Return a text that is short and clean enough for an answer."""
-    return re.sub(r"[\x00-\x1f\x7f]", "?", str(value)[:MOST_CHARS])
 
 
 def find_settlers(views: Iterable[WorkerView]) -> dict[int, str]:

@@ -11,11 +11,13 @@ from typing import Any, Final
 from gradwire.checkpoint.directory import Directory
 from gradwire.checkpoint.index import Index
 from gradwire.checkpoint.loader import load_from
+from gradwire.checkpoint.participants import worker_name
 from gradwire.checkpoint.progress import ByteProgress, ProgressOption
 from gradwire.checkpoint.safetensors_io import TensorReader, check_headers, check_tensors
 from gradwire.checkpoint.saver import save_into
 from gradwire.checkpoint.stateful import find_sharded, group_of
 from gradwire.checkpoint.tree import SHARDED, Node, items_of, tag_of, tensor_names
+from gradwire.observe import events
 
 PathLike = str | os.PathLike[str]
 
@@ -145,7 +147,11 @@ def save(
         CheckpointError: A worker died or did not answer; the previous checkpoint is intact.
     """
     place, group = Directory(directory), group_of(state, process_group)
-    return _summarize(place.path, save_into(place, state, progress, timeout, group))
+    with events.Span("checkpoint", "save", worker_name()) as span:
+        span.details = {"path": str(place.path)}
+        summary = _summarize(place.path, save_into(place, state, progress, timeout, group))
+        span.num_bytes = summary.num_bytes
+    return summary
 
 
 def load(
@@ -189,7 +195,9 @@ def load(
     group = group_of(wanted, process_group)
     for tensor in find_sharded(wanted):
         tensor._backend.settle()  # operations that still read it end first
-    return load_from(place, wanted, strict, progress, timeout, group)
+    with events.Span("checkpoint", "load", worker_name()) as span:
+        span.details = {"path": str(place.path)}
+        return load_from(place, wanted, strict, progress, timeout, group)
 
 
 def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, Any]:

@@ -51,6 +51,7 @@ from gradwire.errors import (
     DecodeError,
     NotExposed,
 )
+from gradwire.observe import events
 from gradwire.optim import LocalOptimizer
 from gradwire.params import snapshots
 from gradwire.rpc.api import current_agent
@@ -179,9 +180,10 @@ def write(
     check_file_name(name, generation)
     # An optimizer locks itself, then its parameters: read its state before the parameters are locked.
     parts = [replace(part, state=state_of(part)) if isinstance(part.value, LocalOptimizer) else part for part in parts]
-    with place.open_announced(generation, worker) as folder:
+    with events.Span("checkpoint", "write", worker) as span, place.open_announced(generation, worker) as folder:
         with snapshots.standing_still(parameters_of(parts)):
             reports = _encode(parts, tensors, claim)
+            span.num_bytes = tensors.num_bytes
             if not tensors.tensors:
                 return WriteReport(reports, {}, {})
             entry, entries = write_file(folder, name, tensors.tensors, worker, socket.gethostname(), on_bytes)
@@ -218,7 +220,11 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
         raise CheckpointMismatch(f"nothing was changed on worker {worker_name()}: {'; '.join(problems)}", problems)
     saved = [(part, item.state, item.metadata) for part, item in zip(parts, order.parts, strict=True)]
     try:
-        with _open(place) as folder, TensorReader(folder, order.tensors) as reader:
+        with (
+            events.Span("checkpoint", "fill", worker_name()),
+            _open(place) as folder,
+            TensorReader(folder, order.tensors) as reader,
+        ):
             fill_stateful(saved, reader)
             with snapshots.stepping(parameters_of(parts), ()), torch.no_grad():
                 fill_tensors(saved, reader)

@@ -202,11 +202,22 @@ def _on_host(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if tensor.is_cpu:
         yield tensor
         return
+    from gradwire.wire import device_copies  # only programs with accelerators have it
+
     flat, num_elements = tensor.contiguous().view(-1), _PIECE // tensor.dtype.itemsize
-    staging = torch.empty(min(num_elements, flat.numel()), dtype=tensor.dtype)
+    staging = _allocate_pinned(min(_PIECE, flat.nbytes))
     for start in range(0, flat.numel(), num_elements):
-        piece = flat[start : start + num_elements]
-        yield staging[: piece.numel()].copy_(piece)
+        piece, copies = flat[start : start + num_elements], device_copies.HostCopies()
+        on_host = copies.launch(piece, staging[: piece.nbytes])
+        copies.wait()
+        yield on_host
+
+
+def _allocate_pinned(num_bytes: int) -> torch.Tensor:
+    from gradwire.wire import device_copies
+
+    found = device_copies.allocate_pinned(num_bytes)
+    return torch.empty(num_bytes, dtype=torch.uint8) if found is None else found
 
 
 # -- reading ------------------------------------------------------------------------------------------------------------
@@ -301,7 +312,7 @@ class TensorReader:
         self._folder = folder
         self.entries = entries
         self._files: dict[str, _File] = {}
-        self._staging = bytearray()  # created when needed
+        self._staging: dict[bool, torch.Tensor] = {}  # by whether it is pinned; created when needed
 
     def __enter__(self) -> TensorReader:
         return self
@@ -345,15 +356,15 @@ class TensorReader:
             part = target[box.slices_in(region)]
             num_elements = _span(box.sizes, strides)
             is_direct = is_plain and num_elements == box.num_elements
-            buffer = _memory_of(part) if is_direct else self._staged(num_elements * dtype.itemsize)
+            staged = None if is_direct else self._staged(num_elements * dtype.itemsize, target)
+            buffer = _memory_of(part if staged is None else staged)
             start = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))
             file.read(name, entry.offset + start * dtype.itemsize, buffer)
             if region == all_of_it:
                 checksum = zlib.crc32(buffer, checksum)
-            if not is_direct:
-                values = torch.frombuffer(buffer, dtype=torch.uint8).view(dtype)
+            if staged is not None:
                 with torch.no_grad():
-                    part.copy_(values.as_strided(box.sizes, strides))
+                    _fill(part, staged.view(dtype).as_strided(box.sizes, strides))
         if region == all_of_it and show_checksum(checksum) != entry.checksum:
             raise file.damaged(name, "its bytes have changed")
 
@@ -368,11 +379,22 @@ class TensorReader:
         file.check_place(name, entry.offset, entry.num_bytes)
         return file
 
-    def _staged(self, num_bytes: int) -> memoryview:
-        """Return a reusable buffer: memory that was never used is slow."""
-        if len(self._staging) < num_bytes:
-            self._staging = bytearray(max(_PIECE, _STAGED_ELEMENTS * _LARGEST_ITEM))
-        return memoryview(self._staging)[:num_bytes]
+    def _staged(self, num_bytes: int, target: torch.Tensor) -> torch.Tensor:
+        """Return reusable memory, pinned for a target on a device: memory that was never used is slow."""
+        is_pinned = not target.is_cpu
+        if is_pinned not in self._staging:
+            size = max(_PIECE, _STAGED_ELEMENTS * _LARGEST_ITEM)
+            self._staging[is_pinned] = _allocate_pinned(size) if is_pinned else torch.empty(size, dtype=torch.uint8)
+        return self._staging[is_pinned][:num_bytes]
+
+
+def _fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    if target.is_cpu or target.is_meta:
+        target.copy_(values)
+        return
+    from gradwire.wire import device_copies
+
+    device_copies.fill(target, values)
 
 
 def _is_plain(tensor: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -197,6 +197,98 @@ def status(
         show_status(cluster, as_json=as_json)
 
 
+@_command(app, epilog=_EXIT_CODES)
+def top(
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+            show_default=False,
+        ),
+    ] = None,
+    interval_s: Annotated[
+        float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates.")
+    ] = 1.0,
+) -> None:
+    """Show the workers, calls and backward passes of a running cluster, live; q quits.
+
+    If the output is not a terminal, it is shown once.
+
+    [bold]Examples[/]
+
+      gradwire top
+      gradwire top train-4711 --interval 0.5
+    """
+    from gradwire.cli.top import show_top
+
+    show_top(cluster, interval_s)
+
+
+@_command(app, epilog=_EXIT_CODES)
+def dashboard(
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+            show_default=False,
+        ),
+    ] = None,
+    opens_browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser.")] = False,
+) -> None:
+    """Print a link to the live page of a running cluster: workers, graph, time line, errors, references, stacks.
+
+    The driver of the cluster serves the page, on this machine alone. Each link works once.
+
+    [bold]Examples[/]
+
+      gradwire dashboard
+      gradwire dashboard train-4711 --open
+    """
+    from gradwire.cli.dashboard_link import show_link
+
+    show_link(cluster, opens_browser=opens_browser)
+
+
+@_command(app, epilog=_EXIT_CODES)
+def trace(
+    cluster: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Argument(
+            metavar="CLUSTER",
+            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+            show_default=False,
+        ),
+    ] = None,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", metavar="FILE", help="[bold].zip[/] or .pftrace for Perfetto, .json for Chrome's format."
+        ),
+    ] = Path("trace.zip"),
+    seconds: Annotated[
+        float, typer.Option("--seconds", "-s", metavar="S", min=0.001, max=86_400, help="How long to record.")
+    ] = 10.0,
+    profile: Annotated[bool, typer.Option("--profile", help="Record the operators of torch as well.")] = False,
+    max_events: Annotated[
+        int, typer.Option("--max-events", metavar="N", min=1, help="Events to keep of each worker: the last ones.")
+    ] = 200_000,
+) -> None:
+    """Record what happens on all workers of a running cluster, as one time line.
+
+    Open the file in the Perfetto UI, https://ui.perfetto.dev, which reads it in the browser.
+
+    [bold]Examples[/]
+
+      gradwire trace
+      gradwire trace train-4711 --seconds 3 --profile -o step.zip
+    """
+    from gradwire.cli.trace_recording import record_trace
+
+    record_trace(cluster, output, seconds, profile=profile, max_events=max_events)
+
+
 @_command(app, epilog="Exit codes: 0 if nothing failed (there may be warnings), 1 if something did, 130 Ctrl-C.")
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,

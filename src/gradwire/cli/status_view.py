@@ -36,7 +36,7 @@ def show_status(wanted: str | None, *, as_json: bool) -> None:
     try:
         report = read_report(path, _TIMEOUT_S)
     except NoReport as problem:
-        fail(f"{_name_of(path)}: {problem}")
+        fail(f"{name_of(path)}: {problem}")
     _print(_as_table(report), report, as_json=as_json)
 
 
@@ -45,12 +45,12 @@ def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> Non
     if wanted is None:
         paths = list_sockets()
         if len(paths) != 1:
-            fail(f"--watch needs the name of a cluster: {_names(paths)}")
+            fail(f"--watch needs the name of a cluster: {names_of(paths)}")
         path = paths[0]
     else:
         path = find_socket(wanted, list_sockets())
     if as_json:
-        while (report := _read_unless_gone(path)) is not None:
+        while (report := read_unless_gone(path)) is not None:
             print(msgspec.json.encode(_as_data(path, report)).decode(), flush=True)
             time.sleep(interval_s)
         return
@@ -59,37 +59,40 @@ def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> Non
     console = make_console()
     with Live(console=console, auto_refresh=False, transient=console.is_terminal) as live:
         last: RenderableType | None = None
-        while (report := _read_unless_gone(path)) is not None:
-            last = f"{_name_of(path)}: {report}" if isinstance(report, NoReport) else _as_table(report)
+        while (report := read_unless_gone(path)) is not None:
+            last = f"{name_of(path)}: {report}" if isinstance(report, NoReport) else _as_table(report)
             live.update(last, refresh=True)
             time.sleep(interval_s)
     if last is not None:
         console.print(last)
-    say(f"{_name_of(path)} is closed.")
+    say(f"{name_of(path)} is closed.")
 
 
 def find_socket(wanted: str, paths: list[Path]) -> Path:
     """Return the socket of a cluster given by its name, a prefix of it, or the driver's process id."""
-    names = {_name_of(path): path for path in paths}
+    names = {name_of(path): path for path in paths}
     if wanted in names:
         return names[wanted]
     found = [path for name, path in names.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
     if len(found) != 1:
-        fail(f"{wanted} does not match exactly one of your clusters on this machine; {_names(found or paths)}")
+        fail(f"{wanted} does not match exactly one of your clusters on this machine; {names_of(found or paths)}")
     return found[0]
 
 
-def _names(paths: list[Path]) -> str:
+def names_of(paths: list[Path]) -> str:
+    """Return a sentence with the names of clusters."""
     if not paths:
         return "you have no open clusters on this machine"
-    return "open clusters: " + ", ".join(map(_name_of, paths))
+    return "open clusters: " + ", ".join(map(name_of, paths))
 
 
-def _name_of(path: Path) -> str:
+def name_of(path: Path) -> str:
+    """Return the name of the cluster with that socket."""
     return path.name.removesuffix(SUFFIX)
 
 
-def _read_unless_gone(path: Path) -> ClusterReport | NoReport | None:
+def read_unless_gone(path: Path) -> ClusterReport | NoReport | None:
+    """Return a report, or why there is none; None if the cluster is closed."""
     try:
         return read_report(path, _TIMEOUT_S)
     except ClusterGone:
@@ -116,7 +119,7 @@ def _show_list(*, as_json: bool) -> None:
     table.add_column("program", overflow="fold")
     for path, report in found:
         if isinstance(report, NoReport):
-            table.add_row(_name_of(path), "-", "-", "-", str(report), style="yellow")
+            table.add_row(name_of(path), "-", "-", "-", str(report), style="yellow")
             continue
         num_alive = sum(worker.state in ("starting", "running") for worker in report.workers)
         alive = f"{num_alive} of {len(report.workers)}"
@@ -126,20 +129,20 @@ def _show_list(*, as_json: bool) -> None:
         table.add_row(report.name, str(report.pid), alive, uptime, program, style=style)
     make_console().print(table)
     if make_console().is_terminal:
-        say_note(f"gradwire status {_name_of(found[0][0])} shows its workers.", "next", "dim")
+        say_note(f"gradwire status {name_of(found[0][0])} shows its workers.", "next", "dim")
 
 
 def _as_table(report: ClusterReport) -> RenderableType:
-    table = ClusterStatus(report.workers).__rich__()
-    table.title = f"{report.name}  up {format_duration(report.uptime_s)}"
-    table.title_justify = "left"
-    table.title_style = "bold"
-    return table
+    from rich.console import Group
+    from rich.text import Text
+
+    title = Text(f"{report.name}  up {format_duration(report.uptime_s)}", style="bold")
+    return Group(title, ClusterStatus(report.workers))
 
 
 def _as_data(path: Path, report: ClusterReport | NoReport) -> Any:
     if isinstance(report, NoReport):
-        return {"name": _name_of(path), "error": str(report)}
+        return {"name": name_of(path), "error": str(report)}
     return msgspec.to_builtins(report)
 
 

@@ -7,19 +7,37 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradwire.cluster.api import Cluster
+    from gradwire.cluster.cluster_metrics import ClusterMetrics
     from gradwire.cluster.monitor import MembershipEvent
-    from gradwire.cluster.status import ClusterStatus, WorkerStatus
+    from gradwire.cluster.status import CallStatus, ClusterStatus, PassStatus, WorkerStatus
+    from gradwire.cluster.trace import Trace, WorkerTrace
     from gradwire.cluster.worker import Worker
 
-__all__ = ["Cluster", "ClusterStatus", "MembershipEvent", "Worker", "WorkerStatus"]
+__all__ = [
+    "CallStatus",
+    "Cluster",
+    "ClusterMetrics",
+    "ClusterStatus",
+    "MembershipEvent",
+    "PassStatus",
+    "Trace",
+    "Worker",
+    "WorkerStatus",
+    "WorkerTrace",
+]
 
 # Imported on first use: the command line shows the status of clusters, for which it does not need torch.
 _HOMES = {
+    "CallStatus": "status",
     "Cluster": "api",
+    "ClusterMetrics": "cluster_metrics",
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
+    "PassStatus": "status",
+    "Trace": "trace",
     "Worker": "worker",
     "WorkerStatus": "status",
+    "WorkerTrace": "trace",
 }
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import queue
 import select
@@ -23,6 +22,7 @@ from msgspec import Meta
 
 from gradwire.cluster._output import Stream, WorkerOutput
 from gradwire.errors import AuthenticationFailed
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.types import WorkerInfo
@@ -36,7 +36,7 @@ _STOP, _SEND_EARLY = b"!", b"+"
 _STREAMS: dict[Stream, int] = {"stdout": 1, "stderr": 2}
 _Piece = Annotated[bytes, Meta(max_length=_PIECE_BYTES)]
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 
 class OutputCapture:

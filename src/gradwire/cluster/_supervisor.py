@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import queue
 import selectors
@@ -36,6 +35,7 @@ from gradwire.cluster._forkserver import ForkServerProcess
 from gradwire.cluster._output import Stream, WorkerOutput
 from gradwire.cluster.launcher import OnLost, WorkerHandle, WorkerState
 from gradwire.cluster.status import describe_exit
+from gradwire.observe.log import get_logger
 from gradwire.types import WorkerInfo
 
 _READ_BYTES = 1 << 16
@@ -43,7 +43,7 @@ _READ_BYTES = 1 << 16
 _LAST_READS = 16
 _FORK_SERVER_ENDED = "killed because the fork server exited"
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _tickets = itertools.count(1)  # unique in this process: a fork server outlives a launcher
 
 

@@ -30,9 +30,14 @@ from gradwire.cluster._control import (
     send_message,
 )
 from gradwire.cluster._process import name_process
+from gradwire.cluster.cluster_metrics import serve_numbers
 from gradwire.cluster.driver import DRIVER
+from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
-from gradwire.cluster.status import serve_usage
+from gradwire.cluster.trace_server import serve_traces
+from gradwire.cluster.usage import serve_usage
+from gradwire.dashboard.worker_report import serve_reports
+from gradwire.observe.log import print_records
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
@@ -68,8 +73,12 @@ def run_worker(fds: WorkerFds) -> None:
     directory = StaticDirectory(spec.addresses)
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder), after=spec.after)
     directory.complete()
-    serve_usage(agent)
+    serve_usage(agent, DRIVER)
+    serve_reports(agent, DRIVER)
+    serve_log_level(agent, DRIVER)
+    serve_numbers(agent, DRIVER)
     follow_driver(agent, DRIVER)
+    serve_traces(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)
     send_message(lifeline, Listening(agent.address))
     with lifeline:
@@ -96,6 +105,7 @@ def _settle_in(start: WorkerStart) -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True, errors="backslashreplace")
+    print_records(shows_worker=False)  # the driver puts the name in front of each line
     torch.set_num_threads(start.spec.num_threads)
     reset_seeds(start.spec.info.id)
     for module in start.spec.imports:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import platform
 import socket
@@ -13,20 +14,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import msgspec
 import torch
 
 from gradwire import _interrupts
-from gradwire.cluster.driver import CLUSTER, MAX_WORKERS, check_count, check_names
+from gradwire.cluster.driver import CLUSTER, DRIVER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
+from gradwire.cluster.log_level import tell_level
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
-from gradwire.cluster.status import ClusterStatus, WorkerStatus, ask_usage
+from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.cluster.status_socket import StatusSocket
 from gradwire.cluster.supervision import Restart, SupervisionOptions
+from gradwire.cluster.trace import DEFAULT_EVENTS, PathLike, TimedTraces, Trace
+from gradwire.cluster.usage import CallRates, Usage, ask_usage, measure_usage
 from gradwire.cluster.worker import Worker
 from gradwire.config import Limits, TlsKeys, WorkerConfig
 from gradwire.errors import ConfigurationError, NotInitialized, UnknownWorker, WorkerLost
@@ -35,6 +40,10 @@ from gradwire.rpc.options import DeviceMap
 from gradwire.types import Trust
 from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.devices import read_device_map
+
+if TYPE_CHECKING:
+    from gradwire.cluster.cluster_metrics import ClusterMetrics, ScrapedMember
+    from gradwire.dashboard.server import Dashboard
 
 T = TypeVar("T")
 
@@ -82,14 +91,24 @@ class Cluster:
         self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed
+        self._lock = threading.Lock()  # guards _is_closed, _dashboard and _metrics
+        self._metrics: ClusterMetrics | None = None
         self._is_closed = False
+        self._dashboard: Dashboard | None = None
         # Called before the workers are stopped after an exception.
         self._on_failure: Callable[[BaseException], None] | None = None
         atexit.register(self.close)
         self._agent.extensions[CLUSTER] = self
         set_current_agent(self._agent, self._shut_down)
-        self._status_socket = StatusSocket.open(self.status)
+        self._opened_at = time.monotonic()
+        self._rates = CallRates()
+        self._log_level: int | None = None  # of the workers; None if it was never set
+        self._timed_traces = TimedTraces(self.trace)
+        operations: dict[str, Callable[..., str]] = {
+            "dashboard": lambda: self.dashboard().url,
+            "trace": self._timed_traces.record,
+        }
+        self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
 
     @property
     def name(self) -> str | None:
@@ -568,6 +587,40 @@ class Cluster:
         """
         return self._monitor.on_membership(callback)
 
+    def trace(self, *paths: PathLike, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> Trace:
+        """Record what happens on all workers and the driver while a block runs, and write it as one time line.
+
+        Example::
+
+            with cluster.trace("run.zip"):
+                train()
+
+        Open the file in the Perfetto UI: calls and backward passes of all workers are on one time line, with arrows from
+        the worker that sends to the one that receives. The files are written when the block ends, also by an exception.
+        If a worker is lost, its events are missing, and `Trace.workers` and the file say so.
+
+        Args:
+            paths: Files to write: ``.zip`` for Perfetto, ``.pftrace`` for Perfetto without the archive around it, ``.json``
+                for Chrome's format.
+            profile: Record the operators of torch as well, with `torch.profiler`, which makes workers slower.
+            max_events: Events to keep of each worker, and as many operators; beyond that, the earliest are dropped.
+
+        Returns:
+            A context manager.
+
+        Raises:
+            ConfigurationError: A path or option is wrong, the package perfetto is not installed, a trace is being recorded
+                already, or `torch.profiler` is active in this process.
+        """
+        return Trace(
+            self._agent,
+            lambda: [member.name for member in self._monitor.members() if member.worker.is_alive],
+            self._monitor.on_membership,
+            paths,
+            profile=profile,
+            max_events=max_events,
+        )
+
     def describe(self) -> str:
         """Return a readable description of the cluster: options, processes, addresses and versions."""
         watched = self._monitor.options
@@ -590,26 +643,122 @@ class Cluster:
         return f"  {info.name}: rank {info.id}, {member.spec.role}, {process}, {self._monitor.state_of(member)}"
 
     def status(self) -> ClusterStatus:
-        """Return a record for each worker with its state, memory and calls; it prints as a table."""
+        """Return a record for each worker with its state, memory, calls and bytes; it prints as a table."""
         members = self._monitor.members()
         running = [member.name for member in members if member.handle.state is WorkerState.RUNNING]
         usage = ask_usage(self._agent, running, _SURVEY_S)
-        return ClusterStatus(
-            WorkerStatus(
+        self._rates.forget_all_but([DRIVER, *(member.name for member in members)])
+        return ClusterStatus(self._status_of(member, usage.get(member.name)) for member in members)
+
+    def _status_of(self, member: Member, usage: Usage | None) -> WorkerStatus:
+        status = WorkerStatus(
+            name=member.name,
+            rank=member.spec.info.id,
+            role=member.spec.role,
+            pid=member.handle.pid,
+            state=self._monitor.state_of(member),
+            uptime_s=member.handle.uptime_s,
+            rss_bytes=None,
+            calls_served=None,
+            restarts=self._monitor.num_restarts(member),
+            exit_reason=self._monitor.lost_reason(member),
+        )
+        return status if usage is None else self._with_usage(status, usage)
+
+    def metrics(self) -> ClusterMetrics:
+        """Return the metrics of all workers and of the driver, for Prometheus; count and time calls from the first call on.
+
+        ``cluster.metrics().serve(port=9464)`` serves them over HTTP. It needs ``pip install 'gradwire[metrics]'``.
+
+        Raises:
+            ConfigurationError: prometheus_client is not installed.
+        """
+        with self._lock:
+            if self._metrics is None:
+                from gradwire.cluster.cluster_metrics import ClusterMetrics
+
+                self._metrics = ClusterMetrics(self._agent, self._scraped_members)
+            return self._metrics
+
+    def _scraped_members(self) -> list[ScrapedMember]:
+        from gradwire.cluster.cluster_metrics import ScrapedMember
+
+        return [
+            ScrapedMember(
                 name=member.name,
                 rank=member.spec.info.id,
-                role=member.spec.role,
-                pid=member.handle.pid,
-                state=self._monitor.state_of(member),
-                uptime_s=member.handle.uptime_s,
-                rss_bytes=usage[member.name].rss_bytes if member.name in usage else None,
-                device_bytes=usage[member.name].device_bytes if member.name in usage else None,
-                calls_served=usage[member.name].calls_served if member.name in usage else None,
-                restarts=self._monitor.num_restarts(member),
-                exit_reason=self._monitor.lost_reason(member),
+                host=member.handle.host,
+                is_running=member.handle.state is WorkerState.RUNNING,
+                num_restarts=self._monitor.num_restarts(member),
             )
-            for member in members
+            for member in self._monitor.members()
+        ]
+
+    def _set_log_level(self, level: int) -> None:
+        """Implement `gradwire.set_log_level` for the workers."""
+        is_first, self._log_level = self._log_level is None, level
+        if is_first:
+            self._monitor.on_membership(self._tell_log_level)
+        tell_level(self._agent, [worker.name for worker in self.workers if worker.is_alive], level)
+
+    def _tell_log_level(self, event: MembershipEvent) -> None:
+        if event.kind in ("joined", "restarted") and self._log_level is not None:
+            tell_level(self._agent, [event.worker.name], self._log_level)
+
+    def _driver_status(self) -> WorkerStatus:
+        """Return the same about this process."""
+        status = WorkerStatus(
+            name=self._agent.info.name,
+            rank=self._agent.info.id,
+            role=DRIVER,
+            pid=self._owner_pid,
+            state="running",
+            uptime_s=time.monotonic() - self._opened_at,
+            rss_bytes=None,
+            calls_served=None,
+            restarts=0,
+            exit_reason=None,
         )
+        return self._with_usage(status, measure_usage(self._agent))
+
+    def _with_usage(self, status: WorkerStatus, usage: Usage) -> WorkerStatus:
+        rate = self._rates.rate(status.name, status.pid, status.uptime_s, usage.calls_served, time.monotonic())
+        return dataclasses.replace(status, calls_per_s=rate, **msgspec.structs.asdict(usage))
+
+    def dashboard(self, port: int = 0) -> Dashboard:
+        """Open the live page of this cluster, on this machine's loopback; see ``docs/guides/seeing.md``.
+
+        The page shows the workers, the graph and the time line of the latest steps, errors, references and stacks. It is
+        closed with the cluster. Needs ``pip install 'gradwire[dashboard]'``.
+
+        Args:
+            port: Port to listen on; any free port if not given. Of a page that is open already, this must be its port.
+
+        Returns:
+            The page, the same one while it is open; its `url` is a link that works once.
+
+        Raises:
+            ConfigurationError: A package is missing, or the port cannot be used.
+            WorkerLost: The cluster was closed.
+        """
+        from gradwire.dashboard.server import Dashboard
+
+        with self._lock:
+            if self._is_closed:
+                raise WorkerLost("this cluster was closed, so there is nothing to show")
+            current = self._dashboard
+            if current is None or current.is_closed:
+                current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)
+        if port not in (0, current.port):
+            raise ConfigurationError(
+                f"the page of this cluster is open already, on port {current.port}; close it first"
+            )
+        return current
+
+    def _dashboard_rows(self) -> list[dict[str, Any]]:
+        hosts = {member.name: member.handle.host for member in self._monitor.members()}
+        found = [*self.status(), self._driver_status()]
+        return [{**dataclasses.asdict(item), "host": hosts.get(item.name, socket.gethostname())} for item in found]
 
     def close(self, grace: float = _GRACE_S) -> None:
         """Stop all workers. Safe to call more than once.
@@ -623,9 +772,13 @@ class Cluster:
             if self._is_closed or is_copy:
                 return
             self._is_closed = True
+            dashboard = self._dashboard
         status_socket = self._status_socket or contextlib.nullcontext()
         # Leaving the resources stops the remaining workers if Ctrl-C interrupts one of the waits.
         with _interrupts.installed(), self._resources, status_socket:
+            self._timed_traces.close()
+            if dashboard is not None:
+                dashboard.close()
             atexit.unregister(self.close)
             self._monitor.stop()
             deadline = time.monotonic() + grace

@@ -8,11 +8,13 @@ does with a running worker goes through calls.
 from __future__ import annotations
 
 import enum
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from gradwire._progress_bar import DelayedBar, count_columns
 from gradwire.config import WorkerConfig
 from gradwire.types import WorkerAddress, WorkerInfo
 
@@ -83,6 +85,14 @@ class WorkerHandle:
             self.state = WorkerState.ENDED if self.state is WorkerState.LEAVING else WorkerState.LOST
             self.exit_reason = reason
             self._ended_at = time.monotonic()
+
+
+def start_bar(num_workers: int) -> DelayedBar:
+    """Return the progress bar of a start. A restart runs in a thread of the driver, and shows none."""
+    is_shown = threading.current_thread() is threading.main_thread()
+    return DelayedBar(
+        f"starting {num_workers} worker{'s' if num_workers > 1 else ''}", count_columns, is_shown=is_shown
+    )
 
 
 OnLost = Callable[[WorkerHandle], None]

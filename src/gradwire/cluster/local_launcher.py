@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire import _interrupts
+from gradwire._progress_bar import REFRESH_S
 from gradwire.cluster._control import (
     AdoptFolder,
     FolderMade,
@@ -36,7 +37,7 @@ from gradwire.cluster._control import (
 from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
 from gradwire.cluster._supervisor import LocalWorker, Supervisor
 from gradwire.cluster.driver import ClusterOptions, check_no_other
-from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
+from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState, start_bar
 from gradwire.cluster.monitor import Monitor
 from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.cluster.worker import Worker
@@ -117,7 +118,11 @@ class LocalLauncher(Launcher):
         workers: list[LocalWorker] = []
 
         def wait(condition: Callable[[], bool]) -> None:
-            self._supervisor.wait_until(condition, max(0.0, deadline - time.monotonic()))
+            while (left_s := deadline - time.monotonic()) > 0:
+                if self._supervisor.wait_until(condition, min(left_s, REFRESH_S)):
+                    return
+                num_running = sum(worker.handle.state is WorkerState.RUNNING for worker in workers)
+                bar.update(num_running, len(specs))
 
         def is_room() -> bool:
             waiting = [w for w in workers if w.handle.pid is None and not w.handle.state.is_over]
@@ -125,6 +130,7 @@ class LocalLauncher(Launcher):
 
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: self._end(workers, grace_s=0))
+            bar = undo.enter_context(start_bar(len(specs)))
             try:
                 for spec in specs:
                     workers.append(self._fork(spec, on_lost))
@@ -134,6 +140,7 @@ class LocalLauncher(Launcher):
             wait(lambda: _are_settled(workers))
             _raise_if_not_running(workers, timeout_s)
             undo.pop_all()
+        bar.stop()
         return [worker.handle for worker in workers]
 
     def wait_exit(self, handle: WorkerHandle, timeout_s: float) -> bool:

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from gradwire import _interrupts
-from gradwire._progress_bar import DelayedBar
+from gradwire._progress_bar import REFRESH_S, DelayedBar, count_columns
 from gradwire.errors import RpcTimeout
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _IN_FLIGHT_PER_WORKER = 2
-_REFRESH_S = 0.2
 
 
 class MapRun(Generic[T]):
@@ -73,7 +72,7 @@ class MapRun(Generic[T]):
     def _take_one(self) -> bool:
         left_s = self._left_s()
         try:
-            index = _interrupts.get(self._done, _REFRESH_S if left_s is None else min(_REFRESH_S, left_s))
+            index = _interrupts.get(self._done, REFRESH_S if left_s is None else min(REFRESH_S, left_s))
         except queue.Empty:
             return False
         worker, call = self._open.pop(index)
@@ -95,7 +94,7 @@ class MapRun(Generic[T]):
 
 
 def _columns(progress: Any) -> list[Any]:
-    return [progress.MofNCompleteColumn(), progress.TimeElapsedColumn(), progress.TimeRemainingColumn()]
+    return [*count_columns(progress), progress.TimeRemainingColumn()]
 
 
 @_interrupts.interruptible

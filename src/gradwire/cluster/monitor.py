@@ -40,11 +40,12 @@ from gradwire.cluster.supervision import (
 )
 from gradwire.cluster.worker import Worker
 from gradwire.errors import ConfigurationError, NotInitialized, RpcError, RpcTimeout, UnknownWorker, WorkerLost
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.types import WorkerAddress, WorkerInfo
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _EVENTS_THREAD = "gradwire-driver-events"
 _TELL_S = 1.0  # how long a restart waits until the other workers have confirmed that the old process has ended
 _CONFIRM_S = 5.0  # likewise, when the program adds or removes workers

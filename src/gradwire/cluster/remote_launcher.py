@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,12 +19,13 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from gradwire import _interrupts
+from gradwire._progress_bar import REFRESH_S, DelayedBar
 from gradwire.cluster import enrolment
 from gradwire.cluster._control import text_path
 from gradwire.cluster._output_relay import OutputPrinter
 from gradwire.cluster.driver import ClusterOptions, check_no_other
 from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready, WorkerSettings
-from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState
+from gradwire.cluster.launcher import Launcher, OnLost, WorkerHandle, WorkerSpec, WorkerState, start_bar
 from gradwire.cluster.monitor import Monitor
 from gradwire.cluster.network_address import address_of_interface
 from gradwire.cluster.remote_worker import DIAL, LEAVE, transports_of
@@ -34,6 +34,7 @@ from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
 from gradwire.errors import AuthenticationFailed, GradwireError, RpcError, WorkerStartFailed
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -56,7 +57,7 @@ _KILL_S = 5.0
 _STOP_S = 2.0
 _MAX_ERROR_BYTES = 2048
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -185,9 +186,9 @@ class RemoteLauncher(Launcher):
 
     def start(self, specs: Sequence[WorkerSpec], on_lost: OnLost, timeout_s: float) -> Sequence[WorkerHandle]:
         deadline = time.monotonic() + timeout_s
-        with contextlib.ExitStack() as undo:
-            members = self._enrol(specs, on_lost, deadline, timeout_s, undo)
-            self._each(members, deadline, partial(self._assign, deadline=deadline, timeout_s=timeout_s))
+        with contextlib.ExitStack() as undo, start_bar(len(specs)) as bar:
+            members = self._enrol(specs, on_lost, deadline, timeout_s, undo, bar)
+            self._each(members, deadline, partial(self._assign, deadline=deadline, timeout_s=timeout_s), bar)
             self._take_in(members, undo)
             try:
                 self._each(members, deadline, partial(self._connect, deadline=deadline))
@@ -210,6 +211,7 @@ class RemoteLauncher(Launcher):
         deadline: float,
         timeout_s: float,
         undo: contextlib.ExitStack,
+        bar: DelayedBar,
     ) -> list[_Member]:
         """Start processes, collect their introductions, and assign a worker to each."""
         with self._changed:
@@ -224,6 +226,7 @@ class RemoteLauncher(Launcher):
         if new:
             processes += self._launch(len(new), deadline, None, undo)
         ask = partial(self._ask_introduction, deadline=deadline, timeout_s=timeout_s)
+        bar.update(0, len(specs))
         introductions = self._each(processes, deadline, ask)
         self._check_versions(processes, introductions, specs[0].config)
         kept = list(range(len(again)))
@@ -373,7 +376,9 @@ class RemoteLauncher(Launcher):
             if member.handle.state.is_over:
                 raise WorkerStartFailed(f"{member} exited before it was ready: {member.handle.exit_reason}")
 
-    def _each(self, items: Sequence[_T], deadline: float, function: Callable[[_T], _R]) -> list[_R]:
+    def _each(
+        self, items: Sequence[_T], deadline: float, function: Callable[[_T], _R], bar: DelayedBar | None = None
+    ) -> list[_R]:
         """Call a function for each item in parallel; return the results in order, or raise the first error at once.
 
         The function keeps the deadline. After an error the other calls end there, or when their process is killed.
@@ -402,9 +407,12 @@ class RemoteLauncher(Launcher):
 
         for _ in range(min(len(items), _EXCHANGES_AT_ONCE)):
             threading.Thread(target=run, name="gradwire-driver-enrolment", daemon=True).start()
-        with done:
-            left = max(0.0, deadline - time.monotonic()) + _STOP_S
-            _interrupts.wait_for(done, lambda: bool(errors) or len(results) == len(items), left)
+        until = max(deadline, time.monotonic()) + _STOP_S
+        while not (errors or len(results) == len(items)) and (left_s := until - time.monotonic()) > 0:
+            with done:
+                _interrupts.wait_for(done, lambda: bool(errors) or len(results) == len(items), min(left_s, REFRESH_S))
+            if bar is not None:
+                bar.update(len(results), len(items))
         if errors:
             raise errors[0]
         if len(results) < len(items):

@@ -33,12 +33,17 @@ from gradwire import _interrupts
 from gradwire.cluster import enrolment
 from gradwire.cluster._output_relay import OutputCapture
 from gradwire.cluster._worker_main import reset_seeds
+from gradwire.cluster.cluster_metrics import serve_numbers
 from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready
+from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
-from gradwire.cluster.status import serve_usage
+from gradwire.cluster.trace_server import serve_traces
+from gradwire.cluster.usage import serve_usage
 from gradwire.config import WorkerConfig
+from gradwire.dashboard.worker_report import serve_reports
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
+from gradwire.observe.log import print_records
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, reserved_for, set_current_agent
 from gradwire.rpc.functions import EncodedAddress, Seconds
@@ -228,7 +233,12 @@ class RemoteWorker:
                 _start_thread(self._reach_driver, agent, driver)
 
         follow_driver(agent, driver)
-        serve_usage(agent)
+        serve_usage(agent, driver)
+        serve_reports(agent, driver)
+        serve_log_level(agent, driver)
+        serve_numbers(agent, driver)
+        print_records(shows_worker=False)  # the driver puts the name in front of each line
+        serve_traces(agent, driver)
         agent.server.register_control(LEAVE, on_leave)
         agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)
         agent.on_worker_connected(lambda address: on_connected(address.info.name))

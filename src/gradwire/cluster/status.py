@@ -1,22 +1,63 @@
-"""`Cluster.status`: a frozen record for each worker, shown as a table, and how its numbers are collected."""
+"""`Cluster.status`: a frozen record for each worker, shown as a table.
+
+The command line shows one without torch; `usage` has how the numbers are collected.
+"""
 
 from __future__ import annotations
 
 import io
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from gradwire.types import Id, Text
 
-    from gradwire.rpc.agent import Agent
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderableType
 
 _STYLES = {"running": "green", "starting": "yellow", "restarting": "yellow", "leaving": "yellow", "lost": "bold red"}
+
+
+class CallStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call that a worker is serving.
+
+    Attributes:
+        function: Name of the function.
+        caller: The worker that made the call.
+        phase: ``queue`` (for a free thread), ``run``, ``wait`` (for a call of its own) or ``reply``.
+        seconds: How long it has been running; for a queued call, how long it has waited.
+        waits_for: The call that the function itself waits for, ``<function> on <worker>``; empty for none.
+    """
+
+    function: Text
+    caller: Text
+    phase: Literal["queue", "run", "wait", "reply"]
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    waits_for: Text = ""
+
+
+class PassStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A backward pass in which a worker takes part.
+
+    Attributes:
+        context_id: Context of the pass.
+        root: The worker that called ``backward``.
+        phase: How far the pass has got on this worker.
+        seconds: How long this worker has been taking part in it.
+        num_running: Runs of torch's engine that compute here now.
+        waits_for: What this worker waits for, ``<worker>: gradient of <function>``; the first four.
+    """
+
+    context_id: Id
+    root: Text
+    phase: Text
+    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    num_running: Id = 0
+    waits_for: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,8 +72,16 @@ class WorkerStatus:
         state: ``starting``, ``running``, ``leaving``, ``ended`` (as requested), ``lost`` (unexpectedly) or ``restarting``.
         uptime_s: Seconds from its start until now or its end.
         rss_bytes: Resident memory; None if the worker did not respond.
+        device: The device that it computes on: ``cpu``, or an accelerator that it has used, such as ``cuda:0``.
         device_bytes: Memory of its tensors on accelerators; None if it uses none, or the backend does not report it.
         calls_served: Number of calls answered; None if the worker did not respond.
+        calls_per_s: Calls answered per second since the last status, or in the last five seconds if there were more.
+        bytes_sent: Bytes sent to other workers and the driver, through sockets and shared memory.
+        bytes_received: Bytes received from them.
+        num_running: Calls that are running, or wait for calls of their own.
+        num_queued: Calls that wait for a free thread, or until the worker serves calls.
+        calls: The calls in progress, the oldest first, at most 16.
+        passes: The backward passes in progress, the oldest first, at most 16.
         restarts: Number of restarts.
         exit_reason: How its process ended, e.g. ``killed by SIGKILL``; None while it runs.
     """
@@ -47,7 +96,15 @@ class WorkerStatus:
     calls_served: int | None
     restarts: int
     exit_reason: str | None
+    device: str | None = None
     device_bytes: int | None = None
+    calls_per_s: float | None = None
+    bytes_sent: int | None = None
+    bytes_received: int | None = None
+    num_running: int | None = None
+    num_queued: int | None = None
+    calls: tuple[CallStatus, ...] = ()
+    passes: tuple[PassStatus, ...] = ()
 
 
 class ClusterStatus(tuple[WorkerStatus, ...]):
@@ -55,18 +112,28 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
 
     __slots__ = ()
 
-    def __rich__(self) -> Table:
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
+        from rich import box
         from rich.table import Table
+        from rich.text import Text
 
-        table = Table(pad_edge=False, collapse_padding=True)  # all of it fits into 80 characters
-        has_devices = any(worker.device_bytes is not None for worker in self)
-        devices = ("on devices",) if has_devices else ()
-        for header in ("rank", "name", "pid", "state", "uptime", "memory", *devices, "calls", "restarts"):
-            table.add_column(header, justify="left" if header in ("name", "state") else "right", no_wrap=True)
-        table.add_column("ended by")
+        columns = [column for column in _COLUMNS if column.is_wanted(self)]
+        for dispensable in _DISPENSABLE:  # on a terminal that is too narrow for all
+            if sum(column.width(self) + 1 for column in columns) - 1 > options.max_width:
+                columns = [column for column in columns if column.header != dispensable]
+        has_room = sum(column.width(self) + 2 for column in columns) - 2 <= options.max_width
+        table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, int(has_room), 0, 0))
+        for column in columns:
+            table.add_column(column.header, justify=column.justify, no_wrap=True)
         for worker in self:
-            table.add_row(*_cells(worker, has_devices), style=_STYLES.get(worker.state))
-        return table
+            table.add_row(*(Text(column.cell(worker)) for column in columns), style=_STYLES.get(worker.state))
+        yield table
+        for worker in self:
+            notes = [] if worker.exit_reason is None else [worker.exit_reason]
+            if worker.restarts:
+                notes.append("restarted once" if worker.restarts == 1 else f"restarted {worker.restarts} times")
+            if notes:
+                yield Text(f"{worker.name}: {', '.join(notes)}", style=_STYLES.get(worker.state, ""))
 
     def __str__(self) -> str:
         from rich.console import Console
@@ -78,23 +145,61 @@ class ClusterStatus(tuple[WorkerStatus, ...]):
     __repr__ = __str__
 
 
-def _cells(worker: WorkerStatus, has_devices: bool) -> list[str]:
-    return [
-        str(worker.rank),
-        worker.name,
-        "-" if worker.pid is None else str(worker.pid),
-        worker.state,
-        format_duration(worker.uptime_s),
-        _show_bytes(worker.rss_bytes),
-        *([_show_bytes(worker.device_bytes)] if has_devices else []),
-        "-" if worker.calls_served is None else str(worker.calls_served),
-        str(worker.restarts),
-        worker.exit_reason or "",
-    ]
+class _Column(NamedTuple):
+    header: str
+    cell: Callable[[WorkerStatus], str]
+    justify: Literal["left", "right"] = "right"
+    is_wanted: Callable[[ClusterStatus], bool] = lambda _: True
+
+    def width(self, workers: ClusterStatus) -> int:
+        return max(len(self.header), *(len(self.cell(worker)) for worker in workers), 0)
 
 
-def _show_bytes(num_bytes: int | None) -> str:
-    return "-" if num_bytes is None else f"{num_bytes / 2**20:,.0f} MiB"
+def format_bytes(num_bytes: int | None) -> str:
+    """Format a number of bytes: ``170 MiB``; ``-`` if it is not known."""
+    if num_bytes is None:
+        return "-"
+    value, unit = float(num_bytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1000:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 9.95 else f"{value:.1f} {unit}"
+
+
+def format_rate(per_s: float | None) -> str:
+    """Format a rate: ``0.5``, ``12``, ``14.2k``; ``-`` if it is not known."""
+    if per_s is None:
+        return "-"
+    if per_s >= 9_999.5:
+        return f"{per_s / 1000:.1f}k"
+    return f"{per_s:.0f}" if per_s >= 9.95 or per_s == 0 else f"{per_s:.1f}"
+
+
+_COLUMNS = (
+    _Column("rank", lambda worker: str(worker.rank)),
+    _Column("name", lambda worker: worker.name, "left"),
+    _Column("pid", lambda worker: "-" if worker.pid is None else str(worker.pid)),
+    _Column("state", lambda worker: worker.state, "left"),
+    _Column("uptime", lambda worker: format_duration(worker.uptime_s)),
+    _Column("memory", lambda worker: format_bytes(worker.rss_bytes)),
+    _Column(
+        "device",
+        lambda worker: worker.device or "-",
+        "left",
+        lambda all_: any(worker.device not in (None, "cpu") for worker in all_),
+    ),
+    _Column(
+        "on devices",
+        lambda worker: format_bytes(worker.device_bytes),
+        is_wanted=lambda all_: any(worker.device_bytes is not None for worker in all_),
+    ),
+    _Column("calls", lambda worker: "-" if worker.calls_served is None else str(worker.calls_served)),
+    _Column("calls/s", lambda worker: format_rate(worker.calls_per_s)),
+    _Column("sent", lambda worker: format_bytes(worker.bytes_sent)),
+    _Column("received", lambda worker: format_bytes(worker.bytes_received)),
+)
+_DISPENSABLE = ("calls", "pid", "uptime")
 
 
 def format_duration(seconds: float) -> str:
@@ -114,56 +219,3 @@ def describe_exit(status: int) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"  # real-time signals have no name
-
-
-def rss_of(pid: int) -> int | None:
-    """Return the resident memory of a process in bytes, or None if it has exited."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return None
-
-
-def device_bytes() -> int | None:
-    """Return the memory that the tensors of this process have on all devices of its accelerator.
-
-    None if there is no accelerator, if this process has not used it (asking would initialize it), or if the backend does not
-    tell.
-    """
-    import torch  # the command line shows a status without it
-
-    found = torch.accelerator.current_accelerator()
-    backend = None if found is None else torch.get_device_module(found.type)
-    allocated = getattr(backend, "memory_allocated", None)
-    if backend is None or allocated is None or not backend.is_initialized():
-        return None
-    try:
-        return sum(int(allocated(index)) for index in range(backend.device_count()))
-    except RuntimeError:  # some have the function, and an allocator that does not count
-        return None
-
-
-USAGE = "cluster.usage"
-
-
-class Usage(msgspec.Struct, frozen=True, array_like=True):
-    """Numbers that a worker reports about itself."""
-
-    calls_served: Annotated[int, msgspec.Meta(ge=0)]
-    rss_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
-    device_bytes: Annotated[int, msgspec.Meta(ge=0)] | None
-
-
-def serve_usage(agent: Agent) -> None:
-    """Let this worker answer `ask_usage`."""
-    pid = os.getpid()
-    agent.server.register_control(USAGE, lambda _: [agent.statistics().num_calls_served, rss_of(pid), device_bytes()])
-
-
-def ask_usage(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, Usage]:
-    """Return how many calls each worker has served, and its memory, for those that answer within `timeout_s`.
-
-    The question travels on the control lane: it does not count as a call, and a worker whose threads are all busy answers.
-    """
-    return agent.ask_all(names, USAGE, (), timeout_s, Usage)

@@ -1,18 +1,16 @@
-"""The status of open clusters, for `gradwire status` in another terminal.
+"""The status of open clusters, the link to their page, and traces of them, for commands in another terminal.
 
     driver     listens on <folder>/<cluster>.sock as long as its cluster is open
-    command    connects, and reads one JSON document until the end of the stream
+    command    connects, sends a `Request` as one line of JSON, and reads one JSON document until the end of the stream
 
-The folder belongs to the user alone (mode 0700), and the driver answers processes of the same user only. It reads nothing:
-a client can ask for the status, and for nothing else. A socket whose driver was killed is removed by the next one that
-finds it.
+The folder belongs to the user alone (mode 0700), and the driver reads from and answers processes of the same user only. A
+socket whose driver was killed is removed by the next one that finds it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import re
 import socket
@@ -21,15 +19,18 @@ import struct
 import sys
 import threading
 import time
+import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
 from gradwire.errors import GradwireError
+from gradwire.observe.log import get_logger
 from gradwire.versions import GRADWIRE_VERSION
 
 SUFFIX = ".sock"
@@ -37,6 +38,7 @@ SUFFIX = ".sock"
 _MAX_SCRIPT_CHARS = 40
 _MAX_SOCKET_PATH = 107  # bytes that the kernel takes
 _MAX_NAMESAKES = 9
+_MAX_REQUEST_BYTES = 4096
 _MAX_REPORT_BYTES = 64 << 20
 _READ_BYTES = 1 << 16
 _BACKLOG = 16
@@ -45,7 +47,23 @@ _STOP_TIMEOUT_S = 0.2
 _PID = re.compile(rf"-(\d+)(?:-\d)?{re.escape(SUFFIX)}$")  # at the end of the name of a socket
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
-_log = logging.getLogger("gradwire")
+_Kind = TypeVar("_Kind")
+
+_log = get_logger(__name__)
+
+
+class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a command asks of a driver: ``status``, or an operation of the cluster."""
+
+    operation: Annotated[str, msgspec.Meta(max_length=64)]
+    options: Annotated[dict[str, str | int | float | bool], msgspec.Meta(max_length=16)] = {}
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What an operation of the cluster returned, or why it failed."""
+
+    text: str = ""
+    error: str = ""
 
 
 class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,6 +77,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
         folder: The folder in which the driver was started.
         uptime_s: Seconds since the cluster was opened.
         workers: The result of `Cluster.status`.
+        driver: The same about the driver.
     """
 
     name: str
@@ -68,19 +87,27 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     uptime_s: float
     workers: tuple[WorkerStatus, ...]
+    driver: WorkerStatus
 
 
 # The driver's side
 
 
 class StatusSocket:
-    """Serves the status of one cluster, in a daemon thread.
+    """Serves the status of one cluster in a daemon thread, and operations that return a text, in threads of their own.
 
     As a context manager it closes itself at the end.
     """
 
-    def __init__(self, status: Callable[[], ClusterStatus]) -> None:
+    def __init__(
+        self,
+        status: Callable[[], ClusterStatus],
+        driver_status: Callable[[], WorkerStatus],
+        operations: Mapping[str, Callable[..., str]] = types.MappingProxyType({}),
+    ) -> None:
         self._status = status
+        self._driver_status = driver_status
+        self._operations = operations
         self._opened_at = time.monotonic()
         self._owner_pid = os.getpid()
         self._folder = ""
@@ -92,10 +119,15 @@ class StatusSocket:
         _open_sockets.add(self)
 
     @classmethod
-    def open(cls, status: Callable[[], ClusterStatus]) -> StatusSocket | None:
+    def open(
+        cls,
+        status: Callable[[], ClusterStatus],
+        driver_status: Callable[[], WorkerStatus],
+        operations: Mapping[str, Callable[..., str]] = types.MappingProxyType({}),
+    ) -> StatusSocket | None:
         """Start serving; return None if that is not possible, which must not prevent a cluster from working."""
         try:
-            return cls(status)
+            return cls(status, driver_status, operations)
         except OSError as error:
             _log.warning("`gradwire status` will not show this cluster: %s", error)
             return None
@@ -135,10 +167,33 @@ class StatusSocket:
                     time.sleep(_STOP_TIMEOUT_S)  # the process is short of something now
                     continue
                 return  # closed
-            with connection, contextlib.suppress(OSError, GradwireError, RuntimeError):
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(connection)
+                stack.enter_context(
+                    contextlib.suppress(OSError, GradwireError, RuntimeError, msgspec.MsgspecError),
+                )
                 connection.settimeout(_SEND_TIMEOUT_S)
                 if _user_of(connection) == os.geteuid():
-                    connection.sendall(msgspec.json.encode(self._report()))
+                    request = msgspec.json.decode(_read_line(connection), type=Request)
+                    if request.operation == "status":
+                        connection.sendall(msgspec.json.encode(self._report()))
+                    else:  # it may take long
+                        name, args = f"gradwire-driver-{request.operation}", (connection, request)
+                        threading.Thread(target=self._perform, args=args, name=name, daemon=True).start()
+                        stack.pop_all()  # that thread closes the connection
+
+    def _perform(self, connection: socket.socket, request: Request) -> None:
+        operation = self._operations.get(request.operation)
+        with connection, contextlib.suppress(OSError, RuntimeError):
+            try:
+                if operation is None:
+                    text = f"the driver runs gradwire {GRADWIRE_VERSION}, which has no {request.operation!r}"
+                    answer = Answer(error=text)
+                else:
+                    answer = Answer(operation(**request.options))
+            except (GradwireError, OSError, TypeError) as error:
+                answer = Answer(error=str(error) or type(error).__name__)
+            connection.sendall(msgspec.json.encode(answer))
 
     def _report(self) -> ClusterReport:
         return ClusterReport(
@@ -149,6 +204,7 @@ class StatusSocket:
             folder=self._folder,
             uptime_s=time.monotonic() - self._opened_at,
             workers=tuple(self._status()),
+            driver=self._driver_status(),
         )
 
 
@@ -161,6 +217,16 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _read_line(connection: socket.socket) -> bytes:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < _MAX_REQUEST_BYTES:
+        data = connection.recv(_MAX_REQUEST_BYTES)
+        if not data:
+            break
+        line += data
+    return bytes(line)
 
 
 def _default_name() -> str:
@@ -301,12 +367,32 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
     Raises:
         NoReport: It did not respond in time, has just exited, or runs another version of gradwire.
     """
+    return _ask(path, Request("status"), timeout_s, ClusterReport)
+
+
+def run_operation(
+    path: Path, operation: str, timeout_s: float, options: Mapping[str, str | int | float | bool] | None = None
+) -> str:
+    """Have a driver run an operation of its cluster, such as ``dashboard``, and return the text that it gives.
+
+    Raises:
+        NoReport: It did not respond in time, has just exited, or could not do it; the message says why.
+    """
+    answer = _ask(path, Request(operation, dict(options or {})), timeout_s, Answer)
+    if answer.error:
+        raise NoReport(answer.error)
+    return answer.text
+
+
+def _ask(path: Path, request: Request, timeout_s: float, kind: type[_Kind]) -> _Kind:
     deadline = time.monotonic() + timeout_s
     text = bytearray()
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(timeout_s)
             connection.connect(str(path))
+            with contextlib.suppress(BrokenPipeError):  # a driver that closes without reading may have answered
+                connection.sendall(msgspec.json.encode(request) + b"\n")
             while len(text) < _MAX_REPORT_BYTES:
                 connection.settimeout(max(0.001, deadline - time.monotonic()))
                 data = connection.recv(_READ_BYTES)
@@ -320,12 +406,14 @@ def read_report(path: Path, timeout_s: float) -> ClusterReport:
         raise ClusterGone("the cluster was closed") from None
     except (TimeoutError, BlockingIOError):  # the latter: its queue of connections is full
         raise NoReport(f"no response within {timeout_s:g} s: the driver is stopped, or busy in native code") from None
+    except ConnectionResetError:
+        pass  # what it had sent before is here
     except OSError as error:
         raise NoReport(f"the driver has just exited ({error.strerror})") from None
     if not text:
         raise NoReport("the cluster is being closed")
     try:
-        return msgspec.json.decode(text, type=ClusterReport)
+        return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise NoReport(f"the driver runs another version of gradwire ({error})") from None
 

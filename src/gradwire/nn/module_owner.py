@@ -222,13 +222,24 @@ def invoke(rref_id: int, maker: Any, name: str, args: tuple[Any, ...], kwargs: d
 
 
 @_operation
+def device(module: nn.Module) -> str:
+    """Return the name of the device that arguments are moved to."""
+    _groups_of(module)
+    return str(_devices.get(module, CPU))
+
+
+@_operation
 def has_method(module: nn.Module, name: str) -> bool:
     return callable(getattr(type(module), name, None))
 
 
 def _groups_of(module: nn.Module) -> tuple[snapshots.Group, ...]:
     """Return the groups of the module's parameters; a module that was not created here is added on first use."""
-    return _groups.get(module) or _guard(module, "snapshot")
+    found = _groups.get(module)
+    if found is None:
+        _note_device(module)
+        found = _guard(module, "snapshot")
+    return found
 
 
 def _guard(module: nn.Module, mode: snapshots.Mode) -> tuple[snapshots.Group, ...]:
@@ -237,14 +248,18 @@ def _guard(module: nn.Module, mode: snapshots.Mode) -> tuple[snapshots.Group, ..
     return found
 
 
-def _note_device(module: nn.Module, placed_on: torch.device = CPU) -> None:
-    """Remember where a module computes: where its first parameter or buffer is; without any, where it was placed."""
+def _note_device(module: nn.Module, placed_on: torch.device | None = None) -> str:
+    """Remember where a module computes, and return the device's name.
+
+    That is where its first parameter or buffer is. Without any, it is where the module was placed last.
+    """
     tensors = itertools.chain(module.parameters(), module.buffers())
-    device = next((item.device for item in tensors), placed_on)
+    device = next((item.device for item in tensors), placed_on or _devices.get(module, CPU))
     if device.type == "cpu":
         _devices.pop(module, None)
     else:
         _devices[module] = device
+    return str(device)
 
 
 # -- parameters and state --------------------------------------------------------------------------------------------------
@@ -328,7 +343,8 @@ def load(
             missing, unexpected = module.load_state_dict(given, strict=False, assign=assign)
         except RuntimeError as error:
             return [], [], str(error)
-    if assign:  # these are new parameters
+    if assign:  # these are new parameters, and may be on another device
+        _note_device(module)
         _guard(module, _groups_of(module)[0].mode)
     return missing, unexpected, ""
 
@@ -341,7 +357,7 @@ def copy(module: nn.Module) -> RRef[nn.Module]:
     """
     with snapshots.standing_still(module.parameters()):
         made = deepcopy(module)
-    _note_device(made)
+    _note_device(made, _devices.get(module))
     _guard(made, _groups_of(module)[0].mode)
     return RRef(made)
 
@@ -350,8 +366,8 @@ def copy(module: nn.Module) -> RRef[nn.Module]:
 
 
 @_operation
-def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Call a method of `nn.Module` that changes the module and returns it."""
+def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Call a method of `nn.Module` that changes the module and returns it. Return the name of its device."""
     if name not in _CHANGES:
         raise NotExposed(
             f"{name!r} is not a method that a RemoteModule may call by name; those are {', '.join(_CHANGES)}"
@@ -359,8 +375,13 @@ def change(module: nn.Module, name: str, args: tuple[Any, ...], kwargs: dict[str
     # A step lends parameters its gradients, which these would clear or convert. The others do not use `.grad`.
     with snapshots.lending_grads(module.parameters()) if name in _CHANGES_OF_GRAD else contextlib.nullcontext():
         getattr(module, name)(*args, **kwargs)
-    _note_device(module)
+    placed_on = None
+    if name == "to":  # a module without parameters does not show it
+        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+        placed_on = torch.empty(0, device=_devices.get(module, CPU)).to(*args, **kwargs).device
+    device = _note_device(module, placed_on)
     snapshots.guard(module.parameters(), _groups_of(module)[0].mode)  # their memory may have moved
+    return device
 
 
 @_operation
@@ -368,6 +389,7 @@ def apply(module: nn.Module, function: Callable[[nn.Module], Any] | str) -> None
     resolved = _resolve("apply", function)
     with snapshots.stepping(module.parameters(), ()):  # it may change values that contexts have seen
         module.apply(resolved)
+    _note_device(module)
 
 
 @_operation

@@ -37,6 +37,7 @@ from gradwire.rpc.peers import To
 from gradwire.rref import RRef, remote
 from gradwire.rref import context as rref_context
 from gradwire.rref.api import Proxy
+from gradwire.wire.devices import read_name
 from gradwire.wire.exceptions import clean
 from gradwire.wire.serialization import register_plain_type
 
@@ -73,7 +74,7 @@ class RemoteModule(nn.Module):
 
     Attributes:
         on: The owner's name, or rank if it was given by rank.
-        device: The device there, as it was given; ``cpu`` if it was not.
+        device: The module's device there, that of its first parameter, when this handle was made or used to move it.
         is_device_map_set: Whether this worker has a device map for the owner.
         module_rref: The reference to the module.
 
@@ -105,14 +106,13 @@ class RemoteModule(nn.Module):
         sent = _sendable(module_cls)
         with torch.no_grad():  # creating it is not part of any graph
             rref = remote(to, module_owner.MAKE, (sent, tuple(args or ()), dict(kwargs or {}), device, concurrency))
-            # Wait for it: errors of its constructor are raised here, and two constructors do not share the random state.
-            rref._ask(f"{module_owner.PREFIX}has_method", ("forward",), UNSET_RPC_TIMEOUT)
-        self._attach(to, device, rref, getattr(module_cls, "__name__", str(module_cls)))
+        # Wait for it: errors of its constructor are raised here, and two constructors do not share the random state.
+        self._attach(to, _ask_device(rref), rref, getattr(module_cls, "__name__", str(module_cls)))
 
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
         super().__init__()
         self.on = to if isinstance(to, str | int) else rref.owner_name()
-        self.device = device or "cpu"
+        self.device = device
         self.module_rref = rref
         self.is_device_map_set = rref.owner_name() in rref_context.here().agent.device_maps
         self._label = label
@@ -124,14 +124,16 @@ class RemoteModule(nn.Module):
         """Return another handle on the module of a reference.
 
         Args:
-            remote_device: Placement of the module, as in the constructor; the worker is taken from the reference.
+            remote_device: Placement of the module, as in the constructor; worker and device are taken from the reference.
             module_rref: The reference.
 
         Raises:
             ConfigurationError: `remote_device` is not valid.
+            RRefError: The reference is to something else.
         """
+        module_owner.parse_placement(remote_device)
         made = RemoteModule.__new__(RemoteModule)
-        made._attach(module_rref.owner_name(), module_owner.parse_placement(remote_device)[1], module_rref, "")
+        made._attach(module_rref.owner_name(), _ask_device(module_rref), module_rref, "")
         return made
 
     def _ask(self, operation: str, *args: Any) -> Any:
@@ -359,7 +361,7 @@ class RemoteModule(nn.Module):
         return OwnerHook(self._ask("hook", kind, _sendable(hook), options))
 
     def _change(self: Self, name: str, *args: Any, **kwargs: Any) -> Self:
-        self._ask("change", name, args, kwargs)
+        self.device = read_name(self._ask("change", name, args, kwargs))
         return self
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -411,13 +413,18 @@ class RemoteModule(nn.Module):
         return self.on, self.device, self.module_rref, self._label, self.training
 
 
+def _ask_device(module_rref: RRef[Any]) -> str:
+    with torch.no_grad():
+        return read_name(module_rref._ask(f"{module_owner.PREFIX}device", (), UNSET_RPC_TIMEOUT))
+
+
 def _rebuild(fields: Sequence[Any]) -> RemoteModule:
     on, device, rref, label, training = fields
     kinds = [type(on) in (str, int), type(device) is str, type(label) is str, type(training) is bool]
     if not (isinstance(rref, RRef) and all(kinds)):
         raise ValueError("not the fields of a RemoteModule")
     made = RemoteModule.__new__(RemoteModule)
-    made._attach(on, str(torch.device(device)), rref, clean(label, _LABEL_BYTES))
+    made._attach(on, read_name(device), rref, clean(label, _LABEL_BYTES))
     made.training = training
     return made
 

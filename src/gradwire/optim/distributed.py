@@ -25,6 +25,7 @@ from gradwire._torch import set_grad_mode
 from gradwire.autograd.api import current_engine
 from gradwire.errors import ConfigurationError, OptimizerError, OptimizerNotMade, OptimizerStepFailed
 from gradwire.nn.remote_module import warn_user
+from gradwire.observe import events
 from gradwire.optim import state_dict as optimizer_state
 from gradwire.optim.grad_transforms import CLAMP, SCALE, Edit, EditLog
 from gradwire.optim.local import MAKE, OPERATE, LocalOptimizer, read_answer
@@ -212,6 +213,13 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         contexts = check_contexts(context_id)
+        with events.Span(
+            "optimizer_step", self._optimizer_class.__name__, current_engine().worker, contexts[0]
+        ) as span:
+            span.details = {"role": "asks", "num_owners": len(self._owners)}
+            self._step_owners(contexts, timeout)
+
+    def _step_owners(self, contexts: tuple[int, ...], timeout: float) -> None:
         for parameter in self._sharded:
             parameter.prepare_step()
         step_id = self._unfinished.get(contexts)

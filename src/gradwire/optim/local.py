@@ -21,6 +21,7 @@ from gradwire._interrupts import interruptible
 from gradwire.autograd.api import current_engine
 from gradwire.autograd.messages import CommitPass
 from gradwire.errors import CallCancelled, ConfigurationError, NotExposed, OptimizerError, UnknownContext
+from gradwire.observe import events
 from gradwire.optim.grad_transforms import Edit, edited
 from gradwire.optim.state_dict import RESERVED, NamedState, copied, options_of
 from gradwire.params import snapshots
@@ -205,7 +206,10 @@ class LocalOptimizer:
             table = self._gather(context_ids, edits)
             if not edits and not self._is_torchs:  # the class may change them; edited ones are copies already
                 table = {leaf: gradient.clone() for leaf, gradient in table.items()}
-            self._step(table, context_ids)
+            name = type(self._optimizer).__name__
+            with events.Span("optimizer_step", name, current_engine().worker, context_ids[0]) as span:
+                span.details = {"role": "owner", "num_parameters": len(table)}
+                self._step(table, context_ids)
             self._memory.add(step_id, len(table))
             return len(table)
 
@@ -242,7 +246,7 @@ class LocalOptimizer:
                 names, norms = found.setdefault((norm.dtype, norm.device), ([], []))
                 names.append(self._names[leaf])
                 norms.append(norm)
-            return [(names, torch.stack(norms).cpu()) for names, norms in found.values()]
+            return [(names, torch.stack(norms)) for names, norms in found.values()]
 
     def is_finite(self, context_ids: ContextIds, edits: Edits) -> bool:
         """Return whether all gradients are finite."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
-import logging
 import os
 import sys
 import threading
@@ -32,6 +31,7 @@ from gradwire.errors import (
     UnknownWorker,
     WorkerLost,
 )
+from gradwire.observe.log import get_logger
 from gradwire.rpc.client import Client
 from gradwire.rpc.codec import Codec
 from gradwire.rpc.collectives import Gathering
@@ -44,6 +44,7 @@ from gradwire.rpc.peers import Liveness, Membership, PeerTable, StaticDirectory,
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.server import Server
+from gradwire.rpc.traffic import Traffic
 from gradwire.transports import registry
 from gradwire.transports.handshake import Identity
 from gradwire.transports.registry import Listener, Transport
@@ -51,7 +52,7 @@ from gradwire.transports.unix import SocketFolder
 from gradwire.types import Trust, WorkerAddress, WorkerInfo, is_worker_name, make_incarnation
 from gradwire.wire.devices import DeviceMap
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _ANSWER_S = 5.0  # for answers that are due when this worker closes, to workers that may not read them
 _LAST_ANSWERS_S = 1.0  # until a worker that has said goodbye has closed all its connections
 _TELL_S = 5.0  # how long a new connection waits until the end of an earlier one has been reported
@@ -109,6 +110,7 @@ class Agent:
         self.codec = Codec(address.info.name, trust, config.limits, self.interceptors)
         self.device_maps = {name: DeviceMap(devices) for name, devices in config.device_maps.items()}
         self.reactor = Reactor(address.info.name, config.num_worker_threads, self._sweep)
+        self.traffic = Traffic()
         self.server = Server(self, config.num_worker_threads)
         self.peers = PeerTable(self)
         self.client = Client(self)
@@ -412,7 +414,7 @@ class Agent:
 
     def statistics(self) -> AgentStatistics:
         """Return a snapshot of this worker's activity."""
-        slots, streams = self.server.slots, [item.stream for item in self.connections()]
+        slots, traffic = self.server.slots, self.traffic.by_worker().values()
         return AgentStatistics(
             name=self.info.name,
             rank=self.info.id,
@@ -424,9 +426,9 @@ class Agent:
             num_waiting=slots.num_waiting,
             num_queued=slots.num_queued + slots.num_held,
             num_threads=self.reactor.num_threads,
-            num_connections=len(streams),
-            bytes_sent=sum(stream.bytes_sent for stream in streams),
-            bytes_received=sum(stream.bytes_received for stream in streams),
+            num_connections=len(self.connections()),
+            bytes_sent=sum(sent for sent, _ in traffic),
+            bytes_received=sum(received for _, received in traffic),
         )
 
 

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcError, RpcTimeout
+from gradwire.observe import log
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent, start_worker
 from gradwire.rpc.device_maps import check_device_maps, report_devices
@@ -76,6 +77,7 @@ def set_current_agent(agent: Agent | None, shut_down: ShutDown | None = None) ->
         if agent is not None and agent is not _agent:
             _check_no_agent()
         _agent, _shut_down = agent, shut_down
+        log.process_worker = "" if agent is None else agent.info.name
 
 
 def _check_no_agent() -> None:

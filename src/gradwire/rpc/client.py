@@ -12,6 +12,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,13 +22,17 @@ from typing import TYPE_CHECKING, Any
 
 from gradwire import _interrupts
 from gradwire.errors import CallCancelled, ConnectionClosed, ConnectionLost, DecodeError, NotInitialized, RpcTimeout
+from gradwire.observe import events
+from gradwire.observe.log import get_logger
+from gradwire.rpc.call_events import CallTrace
 from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.peers import To
-from gradwire.rpc.pending_calls import PHASE_TEXT, PendingCall, check_timeout, new_call_id
+from gradwire.rpc.pending_calls import PHASE_TEXT, CallTable, PendingCall, check_timeout, new_call_id
 from gradwire.rpc.reader import current
+from gradwire.wire.devices import record_use
 from gradwire.wire.messages import Call, read_plain
 from gradwire.wire.serialization import Packed
 
@@ -36,10 +41,12 @@ if TYPE_CHECKING:
 
 
 _getsignal: Any = _signal.getsignal  # `signal.getsignal` is several calls around it
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _PHASE_GRACE_S = 0.25  # how long a callee may take to report the progress of a timed-out call
 _EXPIRE_LOOK_S = 0.005  # poll interval for a call whose deadline has passed and which the clock is about to end
 _SWEEP_S = 1.0
+LONG_CALL_S = 60.0
+_REPORT_INTERVAL_S = 10.0
 _NEVER = float("inf")
 
 
@@ -58,6 +65,8 @@ class Client:
         self.loopback = Connection.loopback(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
+        self._last_reported = 0  # the call that was last logged because it takes long
+        self._next_report = 0.0
         self.completing: set[PendingCall] = set()
 
     def call(
@@ -82,6 +91,8 @@ class Client:
                 self.wait(call)
             if call.error is not None:
                 raise call.error
+            if call.on_device:
+                record_use(call.on_device)
             return call.value
         except KeyboardInterrupt:
             self.cancel_soon(call)
@@ -146,7 +157,9 @@ class Client:
         if connection is None and name == agent.info.name:
             connection = self.loopback
         shares_main = self._shares_main(name) if connection is None else connection.shares_main
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
         function_name, packed = agent.codec.pack_call(function, args, kwargs, name, shares_main)
+        packed_ns = time.monotonic_ns() if began_ns else 0
         now = time.monotonic()
         deadline = now + timeout_s if timeout_s > 0 else _NEVER
         label = function_name or describe_function(function)
@@ -155,7 +168,7 @@ class Client:
             future.call = call
         self.num_made += 1
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
-        transfer, is_sent = packed.transfer, False
+        transfer, is_sent, trace = packed.transfer, False, None
         if transfer is not None:
             call.transfer_status, transfer.status.call_id = transfer.status, call.call_id
         try:
@@ -163,13 +176,21 @@ class Client:
                 connection = self._connect(call)
             for interceptor in agent.interceptors:
                 if interceptor.wants_calls():
-                    attach(message.notes, interceptor, Envelope("call", connection.info, label), packed)
+                    envelope = Envelope("call", connection.info, label, None, call.call_id)
+                    attach(message.notes, interceptor, envelope, packed)
             if notes is not None:
                 message.notes.update(notes)
+            if began_ns:
+                trace = call.trace = CallTrace(agent, call, message, began_ns, packed_ns)
             while not self._send(connection, call, message, packed):
                 connection = self._connect(call)
             is_sent = True
+            if trace is not None:
+                trace.tell_sent(message)
         finally:
+            if trace is not None and not is_sent:
+                call.trace = None
+                trace.tell_ended(sys.exc_info()[1])
             if transfer is not None and not is_sent:
                 transfer.status.call_id = 0
                 transfer.on_not_sent()
@@ -318,6 +339,9 @@ class Client:
     def finish(self, call: PendingCall, value: Any, error: Exception | None) -> None:
         """Complete a call; only for the thread that removed it from its table."""
         call.value, call.error = value, error
+        if call.trace is not None:
+            trace, call.trace = call.trace, None  # the two refer to each other
+            trace.tell_ended(error)
         if call.transfer_status is not None:
             call.transfer_status.call_id = 0  # its contents have arrived, or are no longer wanted there
         future = call.future
@@ -395,11 +419,24 @@ class Client:
                 continue
             if connection.reader is not None and calls.has_older_than(now - _SWEEP_S):
                 connection.reader.ensure_watched()  # of a call that was not watched, and that no thread waits for
+            if _log.isEnabledFor(logging.INFO):
+                self._report_unanswered(calls, now)
             expired, earliest = calls.expire(now)
             for call in expired:
                 run_soon(partial(self._expire, call))
             wanted = min(wanted, earliest, now + _SWEEP_S)
         return wanted
+
+    def _report_unanswered(self, calls: CallTable, now: float) -> None:
+        """Log calls that have run for long, each once; that is not unusual, so the level is INFO."""
+        for call in list(calls.values()):
+            if call.started > now - LONG_CALL_S or call.function.startswith("~") or now < self._next_report:
+                return  # the others began later
+            if call.call_id > self._last_reported:
+                self._last_reported, self._next_report = call.call_id, now + _REPORT_INTERVAL_S
+                text = "%s: the call to %s on worker %s has not been answered for %.0f s; `gradwire top` shows what it does"
+                args = (self._agent.info.name, call.function, call.worker, now - call.started)
+                self._agent.reactor.run_soon(partial(_log.info, text, *args))
 
     def _expire(self, call: PendingCall) -> None:
         def end(phase: str) -> None:

@@ -192,9 +192,13 @@ class Codec:
         peer: WorkerInfo,
         function: str,
         devices: DeviceNames | None = None,
+        arrived: list[torch.Tensor] | None = None,
     ) -> Any:
-        """Return the value that a message brought: the result of a call of `function`, or its arguments."""
-        values = self.rebuild_tensors(frame, message, devices) if message.tensors else []
+        """Return the value that a message brought: the result of a call of `function`, or its arguments.
+
+        Its tensors on devices are added to `arrived`, for code that hands them on to another thread.
+        """
+        values = self.rebuild_tensors(frame, message, devices, arrived) if message.tensors else []
         if message.notes:
             kind: Literal["call", "reply"] = "call" if type(message) is Call else "reply"
             values = self._intercept(Envelope(kind, peer, function), message.notes, values)
@@ -213,7 +217,11 @@ class Codec:
             transfer.on_arrived()
 
     def rebuild_tensors(
-        self, frame: Frame, message: Call | Reply, devices: DeviceNames | None = None
+        self,
+        frame: Frame,
+        message: Call | Reply,
+        devices: DeviceNames | None = None,
+        arrived: list[torch.Tensor] | None = None,
     ) -> list[torch.Tensor]:
         """Return the tensors of a message on the devices that it names, as `devices` says if they have other names here."""
         values: list[torch.Tensor] = []
@@ -232,6 +240,8 @@ class Codec:
         finally:  # after an error, too: the buffers are free then
             if is_on_device:
                 _wait_arrived(values)
+        if is_on_device and arrived is not None:
+            arrived += [value for value in values if not value.is_cpu]
         return values
 
     def attach_to_reply(

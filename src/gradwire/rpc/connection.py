@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import sys
 import threading
 import time
@@ -35,6 +34,9 @@ from gradwire.errors import (
     TransportError,
     WorkerLost,
 )
+from gradwire.observe import events
+from gradwire.observe.log import get_logger
+from gradwire.rpc.call_events import tell_packed, tell_replied
 from gradwire.rpc.oneway import NOTICE_ID
 from gradwire.rpc.pending_calls import CallTable, PendingCall
 from gradwire.rpc.reader import Reader, Until, current, release_hold
@@ -52,7 +54,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.peers import Peer
 
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Reply, Failure, Goodbye})
 _SERVER_ACCEPTS: frozenset[type[Message]] = frozenset({Call, Goodbye})
 _NEVER = float("inf")
@@ -82,10 +84,13 @@ class Request(msgspec.Struct, eq=False):
         frame: The received frame; None once it is unpacked.
         notes: Notes attached by interceptors.
         deadline: In `time.monotonic` seconds; inherited by the calls that the function makes.
+        arrived: When it arrived, likewise.
+        started: When its function began; 0.0 before that.
         phase: ``queue``, ``run`` or ``reply``.
         is_dropped: Whether its caller no longer waits for the result.
         waits_for: The call that the function itself is waiting for, if any.
         held: A resource that a layer above holds while the function runs, but not while it waits; or None.
+        received_ns: When it arrived, in `time.monotonic_ns`; 0 if nothing was observed then.
     """
 
     source: Connection
@@ -94,10 +99,13 @@ class Request(msgspec.Struct, eq=False):
     frame: Frame | None
     notes: dict[str, Any]
     deadline: float
+    arrived: float = 0.0
+    started: float = 0.0
     phase: str = "queue"
     is_dropped: bool = False
     waits_for: PendingCall | None = None
     held: Held | None = None
+    received_ns: int = 0
 
 
 _NOTHING = contextlib.nullcontext()
@@ -213,6 +221,7 @@ class Connection:
 
     def _open(self, lane: str, address: WorkerAddress) -> None:
         self.address, self.info, self.lane = address, address.info, lane
+        self.agent.traffic.on_opened(self)
         self.shares_main = self.agent.address.shares_main(address)
         self.reader.is_lingered_on = lane == "calls"
         try:
@@ -220,6 +229,13 @@ class Connection:
         except AuthenticationFailed:
             self.lane = ""  # it was never open
             raise
+        if events.sink is not None:
+            self._tell_event("open")
+
+    def _tell_event(self, name: str, outcome: str = "ok") -> None:
+        details = {"lane": self.lane, "opened_by": "this worker" if self.peer is not None else "the peer"}
+        details["transport"] = self.stream.label.partition(":")[0]
+        events.tell_now("connection", name, self.agent.info.name, peer=self.info.name, outcome=outcome, details=details)
 
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
@@ -268,6 +284,8 @@ class Connection:
             agent.client.completing.add(call)
         if self.peer is not None:
             self.peer.last_seen = time.time()
+        trace = call.trace
+        began_ns = time.monotonic_ns() if trace is not None else 0
         try:
             if isinstance(message, Failure):
                 error = exceptions.rebuild_exception(message.error, agent.trust)
@@ -276,12 +294,17 @@ class Connection:
                 error = ResourceExhausted(f"{text}: {frame.shortage}")
             else:
                 devices = None if self.devices is None else self.devices.here
-                value = agent.codec.load(frame, message, self.info, call.function, devices)
+                arrived: list[torch.Tensor] = []
+                value = agent.codec.load(frame, message, self.info, call.function, devices, arrived)
+                if arrived:
+                    call.on_device = arrived
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
         except BaseException as problem:  # raised by a class of the user, which the result is unpickled with
             error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
         self.unpacking.discard(message.call_id)
+        if trace is not None:
+            trace.tell_loaded(message, began_ns)
         agent.client.finish(call, value, error)
         if self.num_waiting_for_room:
             self._room.set()
@@ -315,8 +338,9 @@ class Connection:
             return
         if call_id in requests:
             raise DecodeError(f"call {call_id} was received again while in progress")
-        deadline = time.monotonic() + message.timeout_s if message.timeout_s > 0 else _NEVER
-        requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline)
+        now = time.monotonic()
+        deadline = now + message.timeout_s if message.timeout_s > 0 else _NEVER
+        requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline, now)
         if call_id > self.last_call_id:
             self.last_call_id = call_id
         if self.cancelled and call_id in self.cancelled:  # its cancellation arrived first: the lanes race
@@ -335,6 +359,8 @@ class Connection:
         else:
             if self.reader is not None:
                 self.reader.is_lingered_on = True  # a call is often followed by the next
+            if events.sink is not None:
+                request.received_ns = time.monotonic_ns()
             self.server.accept(request)
 
     def _has_too_many(self) -> bool:
@@ -360,7 +386,10 @@ class Connection:
     def reply(self, request: Request, value: Any) -> None:
         """Send a result, unless the caller no longer waits for it."""
         codec = self.agent.codec
+        began_ns = time.monotonic_ns() if events.sink is not None and self.lane == "calls" else 0
         packed = codec.pack(value, self.info.name, self.shares_main)
+        if began_ns:
+            tell_packed(request, began_ns, len(packed.body))
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             if packed.transfer is not None:
                 packed.transfer.on_not_sent()
@@ -375,6 +404,8 @@ class Connection:
             except Exception as error:
                 self._fail_instead(request, packed, error)
                 return
+        if began_ns:
+            began_ns = time.monotonic_ns()
         try:
             # While more requests lie here already, small replies wait for each other and leave together.
             if reader is not None and reader.inbox and reader.has_more():
@@ -384,6 +415,8 @@ class Connection:
                     stream.flush()
             else:
                 stream.send(message, packed.body, packed.tensors, deadline)
+            if began_ns:
+                tell_replied(request, message, began_ns)
         except (LimitExceeded, TypeError) as error:  # nothing was sent yet
             self._fail_instead(request, packed, error)
         except (TransportError, TimeoutError) as error:
@@ -406,11 +439,15 @@ class Connection:
         if self.requests.pop(request.call_id, None) is None or request.is_dropped:
             return
         request.phase = "reply"
+        began_ns = time.monotonic_ns() if events.sink is not None and self.lane == "calls" else 0
         described = exceptions.describe_exception(error, self.agent.info.name, self.agent.config.limits)
+        message = Failure(request.call_id, described)
         now = time.monotonic()
         deadline = min(max(request.deadline, now + _LATE_S), now + _REPLY_S)
         try:
-            self.stream.send(Failure(request.call_id, described), deadline=deadline)
+            self.stream.send(message, deadline=deadline)
+            if began_ns:
+                tell_replied(request, message, began_ns)
         except (TransportError, TimeoutError) as problem:
             self._on_not_sent("an error", problem)
 
@@ -451,10 +488,14 @@ class Connection:
         else:
             self.server.incoming.discard(self)
         self._drop_requests()
+        agent.traffic.on_ended(self)
         if not self.lane:
             if isinstance(error, DecodeError):
                 _log.warning("%s refused a connection: %s", agent.info.name, error)
             return
+        if events.sink is not None:
+            is_orderly = isinstance(error, ConnectionClosed) or goodbye is not None
+            self._tell_event("end", "ok" if is_orderly else type(error).__name__)
         address, name = self.address, self.info.name
         if isinstance(error, ConnectionClosed):
             reason, is_cut = "this worker closed the connection", self.peer is not None

@@ -1,6 +1,6 @@
-"""The check of all workers' device maps when they meet: PyTorch's rules, and the essential words of its errors.
+"""Check the device maps of all workers when they join, by PyTorch's rules and with the essential words of its errors.
 
-Every worker sends a `DeviceReport` when it joins. So the check takes no round trip of its own, and rank 0 decides for all.
+Every worker sends a `DeviceReport` with its request to join, so the check costs no round trip. Rank 0 checks for all.
 """
 
 from __future__ import annotations
@@ -14,15 +14,23 @@ from msgspec import Meta
 
 from gradwire.config import WorkerConfig
 from gradwire.errors import ConfigurationError
+from gradwire.wire.devices import NAME_PATTERN
+from gradwire.wire.exceptions import clean
 
 _CPU = "cpu"
-_Name = Annotated[str, Meta(max_length=64)]
+_Name = Annotated[str, Meta(max_length=64, pattern=rf"\A{NAME_PATTERN}\Z")]
 _Worker = Annotated[str, Meta(max_length=1024)]
 _Map = Annotated[dict[_Name, _Name], Meta(max_length=4096)]
 
 
 class DeviceReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What one worker says of its devices."""
+    """The devices and device maps of one worker.
+
+    Attributes:
+        counts: The number of devices that it has, by type.
+        maps: Its device maps, by the name of the other worker.
+        devices: Its option `devices`; empty if it is not set.
+    """
 
     counts: Annotated[dict[_Name, Annotated[int, Meta(ge=0, le=65_536)]], Meta(max_length=64)] = {}
     maps: Annotated[dict[_Worker, _Map], Meta(max_length=65_536)] = {}
@@ -34,7 +42,7 @@ def report_devices(config: WorkerConfig) -> DeviceReport:
 
 
 def _count_devices() -> dict[str, int]:
-    """Return how many devices there are of the accelerator of this process; does not initialize it."""
+    """Return the number of devices of this process's accelerator, by type, without initializing it."""
     found = torch.accelerator.current_accelerator()
     return {} if found is None else {found.type: torch.get_device_module(found.type).device_count()}
 
@@ -43,12 +51,12 @@ def check_device_maps(reports: Mapping[str, DeviceReport], *, knows_all: bool) -
     """Check the devices and the device maps of workers, by name.
 
     Args:
-        reports: What each worker says.
-        knows_all: False if there may be workers that have not reported.
+        reports: The report of each worker.
+        knows_all: Whether every worker has sent its report.
 
     Raises:
-        ConfigurationError: A map names a worker or a device that does not exist, or one that is not in `devices`; or
-            something is there twice.
+        ConfigurationError: A map names a worker or device that does not exist, a device that is not in `devices`, or a
+            target twice; or `devices` names one twice.
     """
     for name, report in reports.items():
         _check_devices(name, report)
@@ -56,8 +64,8 @@ def check_device_maps(reports: Mapping[str, DeviceReport], *, knows_all: bool) -
         for to in report.maps:
             if knows_all and to not in reports:
                 raise ConfigurationError(
-                    f"Node {name} has invalid target node names in its device maps: there is no worker {to}; there are "
-                    f"{', '.join(reports)}"
+                    f"Node {name} has invalid target node names in its device maps: there is no worker {clean(to)}; there "
+                    f"are {', '.join(reports)}"
                 )
             _check_map(name, report, to, reports.get(to))
 
@@ -70,11 +78,11 @@ def _check_devices(name: str, report: DeviceReport) -> None:
 
 def _check_map(name: str, report: DeviceReport, to: str, target: DeviceReport | None) -> None:
     devices = report.maps[to]
-    where = f"in its device map for {to}"
+    where = f"in its device map for {clean(to)}"
     if len(set(devices.values())) != len(devices):
         raise ConfigurationError(f"Node {name} has duplicated target devices {where}: {devices}")
     for side, used, owner in (("source", devices.keys(), report), ("target", devices.values(), target)):
-        if owner is None:  # it has not come, or came before the worker that checks this
+        if owner is None:  # it has not joined, or had joined before rank 0 was restarted
             continue
         if not owner.devices:
             _check_there(f"Node {name} has {side} devices with invalid indices {where}", used, owner)

@@ -22,6 +22,7 @@ from gradwire._torch import TorchFuture
 from gradwire.errors import ConfigurationError, RpcError, WaitTimeout
 from gradwire.rpc.connection import while_waiting
 from gradwire.rpc.pending_calls import PendingCall
+from gradwire.wire.devices import record_use
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -106,7 +107,7 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
             except asyncio.CancelledError:
                 self._give_up()
                 raise
-        return cast(T, TorchFuture.wait(self))
+        return cast(T, self.value())
 
     def as_concurrent(self) -> ConcurrentFuture[T]:
         """Return a `concurrent.futures.Future` for the same result.
@@ -265,7 +266,20 @@ class CallFuture(InterruptibleFuture[T]):
                         f"worker {call.worker} has not answered the call to {call.function} within {timeout:g} s of "
                         "waiting. The call is still running: wait again, or cancel it with cancel()"
                     )
-        return cast(T, TorchFuture.wait(self))
+        value = TorchFuture.wait(self)
+        if call is not None and call.on_device:
+            record_use(call.on_device)
+        return cast(T, value)
+
+    def value(self) -> T:
+        """Return the result of a call that has completed; callbacks use it.
+
+        Raises:
+            Exception: The error that the call ended with.
+        """
+        if self.call is not None and self.call.on_device:
+            record_use(self.call.on_device)
+        return cast(T, TorchFuture.value(self))
 
     def cancel(self) -> bool:
         """Cancel the call: it ends with `CallCancelled` here, and the callee is told to drop it.

@@ -11,7 +11,6 @@ thread that served the last call is still reading and need not be woken. Otherwi
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from gradwire.errors import (
     ResourceExhausted,
     RpcTimeout,
 )
+from gradwire.observe.log import get_logger
 from gradwire.types import WorkerInfo
 from gradwire.wire.devices import ON_HOST
 from gradwire.wire.framing import Frame
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 NOTICE_ID = 0
 """Calls that want an answer have higher ids."""

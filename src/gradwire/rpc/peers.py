@@ -31,6 +31,7 @@ from gradwire.errors import (
     UnknownWorker,
     WorkerLost,
 )
+from gradwire.observe import events
 from gradwire.rpc.connection import Connection
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rpc.reader import Until
@@ -92,6 +93,7 @@ class Peer:
     def _open(self, deadline: float) -> dict[str, Connection]:
         """Open the lanes that are missing; either all of them are watched and known afterwards, or none is left."""
         self._check_open()
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
         address = self.agent.directory.find(self.name)
         lanes: dict[str, Connection] = {}
         is_complete = False
@@ -113,6 +115,8 @@ class Peer:
             # Checked again: `close` or `Agent.dismiss` may have looked for lanes before these were listed.
             self._check_open()
             is_complete = True
+            if began_ns:
+                events.tell("connection", "connect", self.agent.info.name, began_ns, peer=self.name)
             return lanes
         except TimeoutError as error:
             raise RpcTimeout(

@@ -11,15 +11,17 @@ complete it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
+import torch
 
 from gradwire.errors import ConfigurationError
 from gradwire.rpc.codec import TransferStatus
 
 if TYPE_CHECKING:
+    from gradwire.rpc.call_events import CallTrace
     from gradwire.rpc.reader import Reader
 
 _NO_DEADLINE: Final = float("inf")
@@ -47,6 +49,8 @@ class PendingCall(msgspec.Struct, eq=False):
         waiters: Locks used as signals, one for each waiting thread; released when the call is done.
         table: The calls in progress on its connection, including this one until it completes.
         transfer_status: Whether the contents of the call are in transit, if a tracker needs to know.
+        on_device: The tensors of the result that arrived on devices; see `gradwire.wire.devices.record_use`.
+        trace: Tells what happens to it; None if nothing is observed.
     """
 
     call_id: int
@@ -64,6 +68,8 @@ class PendingCall(msgspec.Struct, eq=False):
     waiters: list[Any] = []
     table: CallTable | None = None
     transfer_status: TransferStatus | None = None
+    on_device: Sequence[torch.Tensor] = ()
+    trace: CallTrace | None = None
 
     def __repr__(self) -> str:
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"

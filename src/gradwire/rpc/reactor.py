@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import logging
 import os
 import select
 import sys
@@ -24,6 +23,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from gradwire.errors import ConnectionClosed
+from gradwire.observe import log
+from gradwire.observe.log import get_logger
 
 if TYPE_CHECKING:
     from gradwire.rpc.reader import Reader
@@ -47,7 +48,7 @@ class GilMeter:
         return self._total_s / self._num_samples * 1e6 if self._num_samples else 0.0
 
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 _ARMED = select.EPOLLIN | select.EPOLLONESHOT
 _DISARMED = select.EPOLLRDHUP | select.EPOLLONESHOT  # the end of a connection is reported in any case
@@ -198,7 +199,7 @@ class Reactor:
                 self._spawn()
 
     def _serve(self) -> None:
-        _local.reactor = self
+        _local.reactor, log.thread.worker = self, self.name
         epoll, handlers, lock = self._epoll, self._handlers, self._lock
         while True:
             try:
@@ -309,6 +310,7 @@ class _Clock:
         self.wake()
 
     def _run(self) -> None:
+        log.thread.worker = self._reactor.name
         active_until, tick_s = 0.0, _TICK_S
         while not self._closing:
             now = time.monotonic()

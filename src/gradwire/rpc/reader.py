@@ -14,7 +14,6 @@ import collections
 import contextlib
 import contextvars
 import functools
-import logging
 import os
 import select
 import threading
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from gradwire import _interrupts
 from gradwire.errors import ConnectionClosed, DecodeError, TransportError
+from gradwire.observe.log import get_logger
 from gradwire.rpc.reactor import Reactor, busy
 from gradwire.transports.stream import StreamConnection
 from gradwire.wire.framing import Frame
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from gradwire.rpc.connection import Request
     from gradwire.rpc.pending_calls import PendingCall
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _LOOK_S = 0.2  # how often a waiting thread checks whether another thread has completed the call
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 

@@ -13,7 +13,6 @@ is no meeting: workers may join and leave, and are looked up by name.
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -34,6 +33,7 @@ from gradwire.errors import (
     TransportError,
     UnknownWorker,
 )
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.device_maps import DeviceReport, check_device_maps, report_devices
 from gradwire.rpc.functions import EncodedAddress, WorldSize
@@ -46,7 +46,7 @@ from gradwire.transports import registry
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.messages import decode_address, encode_address
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _LOOK_S = 0.05
 _OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
 _LINGER_S = 0.6  # others look for an obstacle three times in this period

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import secrets
 import select
@@ -42,6 +41,7 @@ from gradwire.errors import (
     ResourceExhausted,
     TransportError,
 )
+from gradwire.observe.log import get_logger
 from gradwire.rpc.meeting_store import ANSWER_S, LOOK_S, MeetingPointLost
 from gradwire.rpc.peers import not_unique_text
 from gradwire.transports import tls as certificates
@@ -52,7 +52,7 @@ from gradwire.wire import serialization
 from gradwire.wire.exceptions import clean, describe_exception, rebuild_exception
 from gradwire.wire.messages import Call, Failure, Reply, decode_address, encode_address
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 T = TypeVar("T")
 
 _LIMITS = Limits(frame_bytes=64 * KIB, header_bytes=16 * KIB, num_tensors=1, error_text_bytes=4 * KIB)

@@ -24,12 +24,17 @@ import torch
 from gradwire import _interrupts
 from gradwire._torch import TorchFuture
 from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
+from gradwire.observe import events
+from gradwire.observe.log import get_logger
+from gradwire.rpc.call_events import tell_arrived, tell_run
+from gradwire.rpc.codec import describe_function
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import ASYNC_MARK, Later
 from gradwire.rpc.interceptors import Envelope
 from gradwire.rpc.reader import Until, current, release_hold, serve_together
 from gradwire.transports.registry import Listener
 from gradwire.types import WorkerInfo
+from gradwire.wire.exceptions import clean
 from gradwire.wire.framing import Frame
 from gradwire.wire.messages import Call, prepare
 
@@ -44,7 +49,7 @@ class Slots(Generic[R]):
     """Decides which requests may run: at most `limit` functions run at the same time."""
 
     def __init__(self, limit: int) -> None:
-        self._limit = limit
+        self.limit = limit
         self.num_running = 0
         self.num_waiting = 0
         self._queue: collections.deque[R] = collections.deque()
@@ -56,7 +61,7 @@ class Slots(Generic[R]):
 
     def __repr__(self) -> str:
         return (
-            f"<Slots {self.num_running}/{self._limit} running, {self.num_waiting} waiting, {len(self._queue)} queued"
+            f"<Slots {self.num_running}/{self.limit} running, {self.num_waiting} waiting, {len(self._queue)} queued"
             f"{'' if self.is_serving else f', {len(self._held)} held back'}>"
         )
 
@@ -67,6 +72,12 @@ class Slots(Generic[R]):
     @property
     def num_held(self) -> int:
         return len(self._held)
+
+    @property
+    def oldest(self) -> R | None:
+        """The request that has waited longest."""
+        waiting = self._queue or self._held
+        return waiting[0] if waiting else None
 
     def on_hold(self) -> None:
         # Requests of other workers are held back: this one does not serve yet.
@@ -87,7 +98,7 @@ class Slots(Generic[R]):
         if not (self.is_serving or is_own):
             self._held.append(request)
             return False
-        if self.num_running < self._limit:
+        if self.num_running < self.limit:
             self.num_running += 1
             return True
         self._queue.append(request)
@@ -134,14 +145,18 @@ class Slots(Generic[R]):
         return granted
 
     def _next(self) -> R | None:
-        if self._queue and self.num_running < self._limit:
+        if self._queue and self.num_running < self.limit:
             self.num_running += 1
             return self._queue.popleft()
         return None
 
 
-_log = logging.getLogger("gradwire")
-_failures = logging.getLogger("gradwire.failures")  # what user functions raise; silent unless its level is DEBUG
+_log = get_logger(__name__)
+_failures = get_logger("gradwire.failures")  # what user functions raise; silent unless its level is DEBUG
+LONG_WAIT_S = 5.0  # in the queue, until that is logged
+REPORT_INTERVAL_S = 10.0
+_LOOK_FOR_WAITS_S = 0.5
+_MOST_NAMED = 4
 _STALL_S = 0.1
 _NEVER = float("inf")
 _PAUSE_S = 0.5
@@ -164,6 +179,8 @@ class Server:
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
         self._keeper: tuple[str, Keep] | None = None
         self._next_stall_check = 0.0
+        self._reported: Request | None = None  # the last call that was logged because it waits
+        self._next_report = 0.0
         self.num_served = 0
         self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
         self._ticks: dict[int, int] = {}  # processor time of those threads at the last look
@@ -273,7 +290,33 @@ class Server:
                     granted = self.slots.on_stall(is_working)
                 for request in granted:
                     self._run_soon(request)
+        if self.slots.num_queued or self.slots.num_held:
+            wanted = min(wanted, now + _LOOK_FOR_WAITS_S)
+            self._report_long_wait(now)
         return wanted
+
+    def _report_long_wait(self, now: float) -> None:
+        """Log which call has waited too long, and for what: each call once, and not more often than every few seconds."""
+        with self._lock:
+            oldest, num_queued = self.slots.oldest, self.slots.num_queued + self.slots.num_held
+        if oldest is None or oldest is self._reported or now < self._next_report or now - oldest.arrived < LONG_WAIT_S:
+            return
+        self._reported, self._next_report = oldest, now + REPORT_INTERVAL_S
+        running = sorted((item for item in self.requests() if item.started), key=lambda item: item.started)
+        busy = [
+            f"{item.function or 'a function'} of {item.source.info.name} ({now - item.started:.0f} s)"
+            for item in running
+        ]
+        if self.slots.is_serving:
+            reason = f"all {self.slots.limit} threads are busy, with {', '.join(busy[:_MOST_NAMED]) or 'other calls'}"
+            advice = "pass a larger num_worker_threads, or see `gradwire top`"
+        else:
+            reason, advice = "this worker does not serve calls yet", "it has to call gradwire.rpc.start_serving()"
+        what = f"{oldest.function or 'a function'}, called by {oldest.source.info.name}"
+        text = "%s: %s, has been queued for %.0f s (calls in the queue: %d): %s; %s"
+        # In another thread: writing a line may take long, and the clock must not wait.
+        args = (self.agent.info.name, clean(what), now - oldest.arrived, num_queued, clean(reason), advice)
+        self.agent.reactor.run_soon(partial(_log.warning, text, *args))
 
     def _has_worked(self) -> bool:
         """Return whether any function that runs has used the processor since the last look; those that wait have not."""
@@ -291,9 +334,10 @@ class Server:
                 return
         while request is not None:
             with self._lock:
-                is_wanted = not request.is_dropped and time.monotonic() < request.deadline
+                now = time.monotonic()
+                is_wanted = not request.is_dropped and now < request.deadline
                 if is_wanted:
-                    request.phase = "run"
+                    request.phase, request.started = "run", now
             if is_wanted:
                 self._run(request)
             else:
@@ -320,6 +364,8 @@ class Server:
         """Run the user's function, wrapped by the interceptors, and send its result or error."""
         outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
         current.request = self._executing[thread] = request
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
+        run_ns = 0
         try:
             frame = request.frame
             assert frame is not None
@@ -328,6 +374,10 @@ class Server:
             kept = notes.pop(keeper[0], None) if keeper is not None else None
             function, args, kwargs = self.agent.codec.load_call(frame, frame.message, source.info)
             request.frame = None  # not before: see `has_unread_call_of`
+            if not request.function:
+                request.function = describe_function(function)  # it was sent by value
+            if began_ns:
+                tell_arrived(request, frame.message, began_ns)
             called = function
             if keeper is not None and kept is not None:
                 called = keeper[1](source.info, request.function, kept, function)
@@ -336,7 +386,12 @@ class Server:
                 for interceptor in self.agent.interceptors:
                     if interceptor.name in notes:
                         called = interceptor.around(envelope, notes[interceptor.name], called)
+            if began_ns:
+                run_ns = time.monotonic_ns()
             value = called(*args, **kwargs)
+            if run_ns:
+                tell_run(request, run_ns)
+                run_ns = 0
             del args, kwargs, frame  # a tensor that only the arguments held is free before the reply is made
             if type(value) is Later:
                 self._answer_later(request, value.future)
@@ -348,6 +403,8 @@ class Server:
             if _failures.isEnabledFor(logging.DEBUG):
                 who = self.agent.info.name, request.function, source.info.name
                 _failures.debug("on worker %s, %s, called by %s, raised:", *who, exc_info=error)
+            if run_ns:
+                tell_run(request, run_ns, error)
             source.fail(request, error)
         finally:
             current.request = outer
@@ -476,6 +533,11 @@ class Server:
         owed = sum(len(item.requests) for item in list(self.incoming) if item.lane == "calls")
         # Looked at last: a request is taken off its list while its answer is being sent.
         return not (slots.num_running or slots.num_queued or slots.num_waiting or owed or self._answers_due())
+
+    def requests(self) -> list[Request]:
+        """Return the calls of other workers, and of this one to itself, that are queued or running here."""
+        connections = [self.agent.client.loopback, *list(self.incoming)]
+        return [item for lane in connections if lane.lane == "calls" for item in list(lane.requests.values())]
 
     def control_lanes(self) -> list[Connection]:
         return [incoming for incoming in list(self.incoming) if incoming.lane == "control"]

@@ -10,6 +10,7 @@ from typing import Any, Generic, Literal, TypeVar, overload
 import torch
 
 from gradwire.errors import CannotSend, NotTheOwner, OwnerLost, RpcTimeout, RRefError, WorkerLost
+from gradwire.observe import events
 from gradwire.rpc.codec import EVERY_WORKER, transfers
 from gradwire.rpc.futures import CallFuture, InterruptibleFuture
 from gradwire.rpc.options import UNSET_RPC_TIMEOUT
@@ -150,7 +151,13 @@ class RRef(Generic[T]):
                     name = state.owner.name
                     text = f"{self!r}: its value was not created within {seconds:.3g} s (phase: run) on worker {name}"
                     raise RpcTimeout(f"RPC ran for more than set timeout: {text}. Pass a larger timeout", name, "run")
-        return self._ask(FETCH, (), timeout)  # type: ignore[no-any-return]
+        began_ns = time.monotonic_ns() if events.sink is not None else 0
+        value = self._ask(FETCH, (), timeout)
+        if began_ns:
+            details = {"reference": describe(state.rref_id)}
+            worker, owner = self._known.agent.info.name, state.owner.name
+            events.tell("rref", "fetch", worker, began_ns, peer=owner, details=details)
+        return value  # type: ignore[no-any-return]
 
     def local_value(self) -> T:
         """Return the value on its owner.

@@ -10,7 +10,6 @@ import collections
 import contextlib
 import functools
 import itertools
-import logging
 import threading
 import time
 import weakref
@@ -22,6 +21,8 @@ import torch
 
 from gradwire import _interrupts
 from gradwire.errors import DecodeError, OwnerLost, RpcError, RpcTimeout, RRefError, TransportError, UnknownWorker
+from gradwire.observe import events
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.codec import TransferStatus
@@ -34,7 +35,7 @@ from gradwire.rref.reliable import Batch
 from gradwire.rref.values import Owned, UserFork, deleted, describe
 from gradwire.types import COUNTER_BITS, WorkerAddress, WorkerInfo, creator_of, first_counter
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 
 _NOTICE: Final = "rref"
 _EXTENSION: Final = "rref"
@@ -248,7 +249,7 @@ class References:
                     owned = self._owned.pop(rref_id, None)
                     if owned is not None:
                         owned.is_freed = True
-                        self._effects.defer(owned.free)
+                        self._effects.defer(functools.partial(self._free, owned))
                 case Fail(rref_id):
                     owned = self._owned.get(rref_id)
                     if owned is not None:
@@ -271,6 +272,12 @@ class References:
                         )
                         error = functools.partial(OwnerLost, text, owner)
                         self._effects.defer(functools.partial(fork.end, error))
+
+    def _free(self, owned: Owned) -> None:
+        owned.free()
+        if events.sink is not None:
+            details = {"reference": describe(owned.rref_id), "function": owned.label}
+            events.tell_now("rref", "free", self.agent.info.name, details=details)
 
     def _share(self, owned: Owned) -> None:
         if not owned.is_shared:

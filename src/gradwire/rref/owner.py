@@ -20,6 +20,7 @@ import torch
 from gradwire._interrupts import interruptible
 from gradwire._torch import storage_use_count
 from gradwire.errors import DecodeError, NotExposed, RRefError
+from gradwire.observe import events
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import current_request
 from gradwire.rpc.functions import Later, expose, exposed_name, is_async_execution
@@ -170,6 +171,9 @@ def _make(
             return _make_later(agent, owned, value)
         is_early = may_be_early and is_unshared(value)
         owned.set(value)
+        if events.sink is not None:
+            details = {"reference": describe(owned.rref_id), "function": owned.label}
+            events.tell_now("rref", "create", agent.info.name, details=details)
         return value if is_early else None
     except BaseException as error:
         _fail(agent, owned, error)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from gradwire._interrupts import interruptible
+from gradwire._progress_bar import DelayedBar, count_columns
 from gradwire._torch import children_of
 from gradwire.shard.creation import Placed, check_source, divide_tensor, placed, scatter
 from gradwire.shard.group_backend import GroupBackend, Proposal, agree, all_or_none
@@ -277,17 +278,22 @@ def _run_sharder(step: Step) -> nn.Module:
 
 def divide_parameters(work: Work, src_rank: int) -> None:
     """Replace the parameters by sharded tensors, one by one; nothing here keeps the originals."""
-    for step, where, has_values in zip(work.steps.parameters, work.placed, work.has_values, strict=True):
-        tensor = step.value
-        if type(step.how).shard is ShardingSpec.shard:
-            made = divide_tensor(where, tensor, step.how, src_rank, has_values)
-        else:  # other classes have their own method
-            group = where[0].group if isinstance(where[0], GroupBackend) else None
-            made = _shard_by_own_spec(step.how, tensor, src_rank, group)
-        if isinstance(tensor, nn.Parameter):
-            made._is_param = True
-        step.replace(made)
-        del tensor
+    num_parameters, is_source = len(work.steps.parameters), work.group is None or work.group.own_place == src_rank
+    with DelayedBar("sharding parameters", count_columns, is_shown=is_source) as bar:
+        parts = zip(work.steps.parameters, work.placed, work.has_values, strict=True)
+        for number, (step, where, has_values) in enumerate(parts):
+            bar.update(number, num_parameters)
+            tensor = step.value
+            if type(step.how).shard is ShardingSpec.shard:
+                made = divide_tensor(where, tensor, step.how, src_rank, has_values)
+            else:  # other classes have their own method
+                group = where[0].group if isinstance(where[0], GroupBackend) else None
+                made = _shard_by_own_spec(step.how, tensor, src_rank, group)
+            if isinstance(tensor, nn.Parameter):
+                made._is_param = True
+            step.replace(made)
+            del tensor
+        bar.update(num_parameters, num_parameters)
 
 
 @interruptible

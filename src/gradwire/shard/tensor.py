@@ -171,6 +171,14 @@ class ShardedTensor(ShardedTensorBase):
             device = CPU  # the worker that runs the program need not have the devices of the others
         return torch.empty(0, dtype=self._metadata.tensor_properties.dtype, device=device)
 
+    def _devices(self) -> set[torch.device]:
+        """Return in a process group the devices of the shards of this rank; over RPC workers, those of all shards."""
+        here = {part.device for part in self._parts if isinstance(part, torch.Tensor)}
+        if isinstance(self._backend, WorkerBackend):
+            placements = [shard.placement for shard in self._metadata.shards_metadata]
+            return {CPU if placement is None else placement.device() for placement in placements}
+        return here or {self.device}
+
     def _boxes(self) -> list[Box]:
         """Return the boxes whose parts this process handles, in the order of the parts."""
         return [self._layout.boxes[number] for number in self._backend.box_numbers(self._layout)]
@@ -278,12 +286,13 @@ class ShardedTensor(ShardedTensorBase):
         if backend != self._backend:
             raise ValueError("a tensor cannot be moved between a process group and RPC workers; gather it first")
         layout = layout_of(metadata.shards_metadata, backend)
-        parts = backend.move(self._parts, self._layout, layout, self._like)
         if isinstance(backend, WorkerBackend):
             devices = [
                 str(shard.placement.device()) for shard in metadata.shards_metadata if shard.placement is not None
             ]
-            parts = backend.run(torch.Tensor.to, layout, parts, devices) if {*devices} != {"cpu"} else parts
+            parts = backend.move(self._parts, self._layout, layout, self._like, devices=devices)
+        else:
+            parts = backend.move(self._parts, self._layout, layout, self._like)
         made = ShardedTensor._make(backend, resharding_spec, metadata, parts, layout)
         requires_grad = self._does_require_grad(parts)
         made._metadata = replace(metadata, tensor_properties=replace(properties, requires_grad=requires_grad))

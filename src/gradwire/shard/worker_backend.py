@@ -23,6 +23,7 @@ from gradwire._torch import is_view
 from gradwire.rref import RRef, remote
 from gradwire.shard.backend import Answerer, Backend, Part, Question, Request
 from gradwire.shard.layout import Box, Layout, Place, everywhere, plan_moves, whole
+from gradwire.wire.devices import CPU, move_all
 
 Range = tuple[int, int]  # start and end
 Piece = tuple[Part, list[Range] | None, list[Range]]
@@ -76,10 +77,17 @@ class WorkerBackend(Backend):
         ]
 
     def move(
-        self, parts: Sequence[Part], old: Layout, new: Layout, like: torch.Tensor, is_sum: bool = False
+        self,
+        parts: Sequence[Part],
+        old: Layout,
+        new: Layout,
+        like: torch.Tensor,
+        is_sum: bool = False,
+        devices: Sequence[str] | None = None,
     ) -> list[Part]:
+        """As `Backend.move`; `devices` are those of the new parts, if they are not all on that of `like`."""
         if old == new and not is_sum:
-            return list(parts)
+            return list(parts) if devices is None else self.run(put_on, new, parts, devices)
         pieces: list[list[Piece]] = [[] for _ in new.boxes]
         for step in plan_moves(old.boxes, new.boxes):
             part = parts[step.source]
@@ -88,7 +96,8 @@ class WorkerBackend(Backend):
                 part, source = take_to_host(part, source), None  # only what is needed goes on its way
             pieces[step.target].append((part, source, ranges_in(step.box, new.boxes[step.target])))
         sizes = [list(box.sizes) for box in new.boxes]
-        return self.run(assemble, new, sizes, pieces, device=str(like.device), dtype=like.dtype, is_sum=is_sum)
+        devices = [str(like.device)] * len(sizes) if devices is None else devices
+        return self.run(assemble, new, sizes, pieces, devices, dtype=like.dtype, is_sum=is_sum)
 
     def replicate(
         self, parts: Sequence[Part], layout: Layout, size: Sequence[int], like: torch.Tensor, is_sum: bool = False
@@ -124,7 +133,8 @@ class WorkerBackend(Backend):
                 answers[number] = answer(*_call(question, parts, number))
         for number, future in waiting.items():
             answers[number] = future.wait()
-        return [answers[number].to(question.like.device) for number in range(len(parts))]
+        found: list[torch.Tensor] = move_all([answers[number] for number in range(len(parts))], question.like.device)
+        return found
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [list(numbers)]
@@ -159,7 +169,7 @@ def _run(function: Callable[..., Any], arguments: Sequence[Any], constants: dict
     values = [value_of(item) for item in arguments]
     if len({item.device for item in values if isinstance(item, torch.Tensor)}) > 1:
         device = _device_for(arguments, values)
-        values = [item.to(device) if isinstance(item, torch.Tensor) else item for item in values]
+        values = [move_all(item, device) if isinstance(item, torch.Tensor) else item for item in values]
     return function(*values, **constants)
 
 
@@ -173,7 +183,7 @@ def _device_for(arguments: Sequence[Any], values: Sequence[Any]) -> torch.device
 def on_host(value: Any) -> Any:
     """Return a tensor in the host's memory, so that it can go to a worker without its device; anything else as it is."""
     is_on_device = isinstance(value, torch.Tensor) and not (value.is_cpu or value.is_meta)
-    return value.cpu() if is_on_device else value
+    return move_all(value, CPU) if is_on_device else value
 
 
 def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answerer, Part, Request, Any]:
@@ -182,11 +192,16 @@ def _call(question: Question, parts: Sequence[Part], number: int) -> tuple[Answe
 
 def answer(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
     own = value_of(part)
-    return function(own, tuple(item.to(own.device) for item in request), setting)
+    return function(own, move_all(request, own.device), setting)
 
 
 def answer_to_host(function: Answerer, part: Part, request: Request, setting: Any) -> torch.Tensor:
     found: torch.Tensor = on_host(answer(function, part, request, setting))
+    return found
+
+
+def put_on(part: torch.Tensor, device: str) -> torch.Tensor:
+    found: torch.Tensor = move_all(part, torch.device(device))
     return found
 
 
@@ -212,10 +227,11 @@ def assemble(
         for number, (part, source, _) in enumerate(pieces)
         if isinstance(part, RRef) and not part.is_owner()
     }
-    values = [
-        (futures[number].wait() if number in futures else take(part, source)).to(device)
+    values: list[torch.Tensor] = [
+        futures[number].wait() if number in futures else take(part, source)
         for number, (part, source, _) in enumerate(pieces)
     ]
+    values = move_all(values, torch.device(device))
     if len(values) == 1 and list(values[0].size()) == list(sizes):
         return values[0]
     slices = [tuple(slice(start, end) for start, end in target) for _, _, target in pieces]

@@ -139,6 +139,7 @@ class LendingArena:
         self._offered: list[Slot] = []  # not seen to be mapped by the receiver yet, the oldest first
         self._next_offer = 0.0
         self._num_created = 0
+        self.num_bytes_lent = 0  # in all messages so far
         self._num_refused = 0
         self._bytes_mapped = 0
         self._next_retirement = 0.0  # looking at all slots is not for every refused call
@@ -156,6 +157,7 @@ class LendingArena:
             slot.state.value = FILLING
             slot.last_lent = time.monotonic()
             lent.append(slot)
+            self.num_bytes_lent += num_bytes
         return Lease(SlotRef(slot.slot_id, capacity), slot, num_bytes)
 
     def offer(self, num_bytes: int) -> int | None:
@@ -280,6 +282,7 @@ class BorrowedSlots:
         self._num_created = 0
         self._bytes_mapped = 0
         self._is_closed = False
+        self.num_bytes_borrowed = 0  # of all messages so far
         self.unfilled: list[Slot] = []  # mapped, and not seen to be filled yet; for the thread that reads
 
     def add_fds(self, fds: Sequence[int]) -> None:
@@ -313,6 +316,7 @@ class BorrowedSlots:
                 raise DecodeError(f"slot {ref.slot_id} was sent again while in use")
             if slot.state.value == FILLING:
                 self.unfilled.append(slot)
+            self.num_bytes_borrowed += num_bytes
             return slot.borrow(num_bytes)
 
     def map_pinned_slot(self, ref: SlotRef, num_bytes: int) -> Any:

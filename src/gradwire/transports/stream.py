@@ -17,13 +17,14 @@ from __future__ import annotations
 import array
 import contextlib
 import errno
+import functools
 import os
 import platform
 import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +109,12 @@ class StreamConnection:
     def fileno(self) -> int:
         return self.channel.fileno()
 
+    def traffic(self) -> tuple[int, int]:
+        """Return how many bytes were sent and received, those in shared memory included."""
+        num_lent = 0 if self.arena is None else self.arena.num_bytes_lent
+        num_borrowed = 0 if self._slots is None else self._slots.num_bytes_borrowed
+        return self.bytes_sent + num_lent, self.bytes_received + num_borrowed
+
     def send(
         self,
         message: Message,
@@ -176,11 +183,10 @@ class StreamConnection:
             elif not (hold_back and self._hold_back(buffers)):
                 self._write(buffers, (), deadline)
         finally:
-            are_slots_free = copies is None or copies.close(deadline)
             if shared is not None:
                 if is_out and not shared.is_filled:  # the receiver waits for bytes that will not come
                     self.close()
-                shared.close(are_slots_free)
+                shared.close(copies)
 
     def _hold_back(self, buffers: list[Buffer]) -> bool:
         if not self._write_lock.acquire(False):
@@ -450,17 +456,18 @@ class _SharedParts:
             lease.mark_filled()
         self.is_filled = True
 
-    def close(self, are_slots_free: bool) -> None:
-        """Close the descriptors, of which the peer has its own copies, and cancel leases that were not sent.
-
-        A slot that a device may still write to stays unused until the connection closes.
-        """
+    def close(self, copies: HostCopies | None) -> None:
+        """Close the descriptors, of which the peer has its own copies, and cancel leases that were not sent."""
         for descriptor in self.descriptors:
             os.close(descriptor)
         if not self.is_filled:
-            for lease in self._leases:
-                if are_slots_free or lease not in self._copied:
-                    self._arena.cancel(lease)
+            self._cancel([lease for lease in self._leases if lease not in self._copied])
+            if copies is not None and self._copied:  # a device may still be writing to these
+                copies.abandon(functools.partial(self._cancel, self._copied))
+
+    def _cancel(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._arena.cancel(lease)
 
 
 _MAX_BUFFERS = 512  # the kernel takes 1,024 pieces in one call

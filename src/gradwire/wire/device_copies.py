@@ -1,32 +1,35 @@
-"""Copies between the host's memory and devices, on streams of gradwire's own.
+"""Copies between host memory and devices, on streams of gradwire's own.
 
-Imported with the first tensor that is not on the CPU. For each device there is one stream for each direction, so that copies
-overlap with what the program computes, and no direction waits for another. The whole device is never waited for.
+Imported with the first tensor that is not on the CPU. Each device has one stream for each direction. So copies overlap with
+what the program computes, and no direction waits for another. No code here waits for a whole device.
 
-    to the host     the program's stream: event -> our stream: wait, copy, event -> the host waits, then sends the bytes
-    to a device     our stream: allocate, copy, event -> the host waits, then uses the tensor
-    on devices      the program's stream: event -> our stream: wait, allocate, copy, event -> the host waits, then another
-                    thread uses the tensor, on whichever stream
+    to the host     program's stream: record an event -> our stream: wait for it, copy, record an event -> the host waits
+    to a device     our stream: allocate, copy, record an event -> the host waits
+    on devices      program's stream: record an event -> our stream: wait for it, allocate, copy, record an event -> the host
+                    waits, then any thread may use the copy
 
-The host waits once for all tensors of a message. In between it holds no lock, and the program's stream goes on. It waits by
-asking, because only that has a time limit.
+The host waits once for all tensors of a message, before it sends or uses them. It holds no lock meanwhile, and the program's
+stream continues. It polls, because torch cannot wait for an event with a time limit.
 
-Host memory is pinned, which lets the device copy by itself: memory of torch's allocator, which uses it again, and slots of
-shared memory that were made known to the device (`pin`). Where it is not, the copy takes longer and is as right.
+Host memory is pinned, so that the device copies without the CPU. It comes from torch's allocator, which reuses it, or is a
+slot of shared memory that the device knows (`pin`). From and to other memory a copy takes longer, and is as correct.
 
-A device's memory is used again in the order of the stream that it was allocated on. So a tensor says which other streams
-work on it (`record_stream`): ours, when it is copied to the host; and when it arrives the current stream of the thread that
-unpacks it.
+A device's memory is reused in the order of the stream that it was allocated on. All other streams that use a tensor must be
+recorded (`record_stream`). These are our stream, when a tensor is copied to the host, and the current stream of each thread
+that gets a tensor that arrived (`record_use`): the thread that unpacks a message, and the one that waits for it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import torch
@@ -34,37 +37,40 @@ import torch
 from gradwire import _interrupts
 from gradwire.config import MIB
 from gradwire.wire.devices import NoSuchDevice
-from gradwire.wire.tensors import sparse_parts, view_bytes
+from gradwire.wire.tensors import LAYOUTS, sparse_parts, view_bytes
 
 _TO_HOST: Final = "to the host"
 _TO_DEVICE: Final = "to the device"
 _ON_DEVICES: Final = "on devices"
 _ARRIVE_S: Final = 60.0  # for copies to a device, which wait for nothing but each other
-_CLOSE_S: Final = 5.0  # for copies of a message that is not sent after all
-_MAX_LOOKS: Final = 50  # before sleeping: a copy of a few kilobytes takes as long
+_MAX_LOOKS: Final = 50  # before sleeping: about as long as the copy of a few kilobytes
 _NAPS_S: Final = (0.00002, 0.001)  # the first, and the longest
 _PINNED_UP_TO: Final = 256 * MIB  # torch keeps pinned memory for good
 
 _lock = threading.Lock()  # guards additions to the dict below
 _streams: dict[tuple[torch.device, str], torch.Stream | None] = {}  # None: its backend cannot make streams
 
+_Abandoned = tuple[list[torch.Event], list[torch.Tensor], Callable[[], None]]
+_abandoned: deque[_Abandoned] = deque()  # copies of messages that were not sent; single operations only, no lock
+
 
 # To the host
 
 
 class HostCopies:
-    """The tensors of one message on their way to the host."""
+    """Copies of the tensors of one message to the host."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}  # those with copies that were not waited for
         self._kept: list[torch.Tensor] = []  # both ends of them
-        self._has_targets = False  # memory that was given by the caller
+        if _abandoned:
+            _release_abandoned()
 
     def launch(self, part: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-        """Begin to copy a dense tensor of a device, and return the contiguous tensor of the host that it is copied to.
+        """Begin to copy a dense tensor to the host, and return the contiguous tensor that is being filled.
 
         Args:
-            target: Memory for it, of exactly its size, as ``uint8``. Without it pinned memory is allocated.
+            target: Memory of exactly its size, as ``uint8``; see `abandon`. Without it, pinned memory is allocated.
         """
         made = _empty_on_host(part) if target is None else target.view(part.dtype).view(part.shape)
         if not part.numel():
@@ -80,39 +86,45 @@ class HostCopies:
             made.copy_(part, non_blocking=True)
         part.record_stream(stream)
         self._kept += (part, made)
-        self._has_targets = self._has_targets or target is not None
         return made
 
     def launch_bytes(self, part: torch.Tensor) -> tuple[memoryview | bytes, torch.Tensor]:
-        """Begin to copy a dense tensor; return its bytes to be, and the tensor to keep while they are used."""
+        """Begin to copy a dense tensor; return the bytes that are being filled, and the tensor that owns them."""
         made = self.launch(part)
         return view_bytes(made), made
 
     def wait(self, deadline: float | None = None) -> None:
-        """Return when all bytes are there.
+        """Wait until all tensors have been copied.
 
         Raises:
-            TimeoutError: The deadline has passed: the device is still computing one of the tensors, or copying it.
+            TimeoutError: The deadline has passed; the device is still computing or copying one of them.
         """
         if self._streams:
             _wait_for(self._streams, deadline)
             self._streams.clear()
             self._kept.clear()
 
-    def close(self, deadline: float | None) -> bool:
-        """Give up, after an error. Return whether targets may be used for something else.
+    def abandon(self, on_over: Callable[[], None]) -> None:
+        """Give up after an error. Call `on_over` once the device has finished writing to all targets.
 
-        torch keeps what it allocated until the device has done with it. Targets have to be waited for here; they are still
-        in use if the deadline has passed.
+        That is now, or when a later message has tensors on devices. Memory of torch's allocator needs no such care: torch
+        does not reuse it before the device has finished.
         """
-        latest = time.monotonic() + _CLOSE_S
-        if self._has_targets:
-            with contextlib.suppress(Exception):  # the error that led here is the one to tell
-                self.wait(latest if deadline is None else min(latest, deadline))
-        is_over = not (self._has_targets and self._streams)
-        self._streams.clear()
-        self._kept.clear()
-        return is_over
+        _abandoned.append(([stream.record_event() for stream in self._streams.values()], self._kept, on_over))
+        self._streams, self._kept = {}, []
+        _release_abandoned()
+
+
+def _release_abandoned() -> None:
+    for _ in range(len(_abandoned)):
+        try:
+            events, kept, on_over = _abandoned.popleft()
+        except IndexError:  # another thread does the same
+            return
+        if all(event.query() for event in events):
+            on_over()
+        else:
+            _abandoned.append((events, kept, on_over))
 
 
 def _empty_on_host(part: torch.Tensor) -> torch.Tensor:
@@ -124,10 +136,10 @@ def _empty_on_host(part: torch.Tensor) -> torch.Tensor:
 
 
 def launch_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
-    """Begin to copy a tensor of the host to a device; `wait_arrived` before it is used or the original is freed.
+    """Begin to copy a tensor to a device. Call `wait_arrived` before either tensor is used or freed.
 
     Raises:
-        NoSuchDevice: This process has no such device.
+        NoSuchDevice: This process does not have the device.
     """
     device = _find(device)
     stream = _stream_of(device, _TO_DEVICE)
@@ -139,31 +151,108 @@ def launch_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.
         made = torch.empty_like(tensor, device=device)
         if tensor.numel():
             made.copy_(tensor, non_blocking=True)
-    made.record_stream(torch.accelerator.current_stream(device))
+    record_use([made])
     return made
 
 
+def record_use(tensors: Iterable[torch.Tensor]) -> None:
+    """Record that the current streams of this thread use tensors that arrived, so that their memory is not reused early."""
+    for tensor in tensors:
+        if not tensor.is_meta and _streams.get((tensor.device, _TO_DEVICE)) is not None:
+            stream = torch.accelerator.current_stream(tensor.device)
+            for part in (tensor,) if tensor.layout is torch.strided else sparse_parts(tensor):
+                part.record_stream(stream)
+
+
+def hand_over(tensors: Sequence[torch.Tensor]) -> None:
+    """Make the current streams of this thread wait for tensors that gradwire's threads have computed.
+
+    Those threads compute on the default stream of each device, which may not have finished when another thread gets them.
+    """
+    for device in {tensor.device for tensor in tensors if not tensor.is_meta}:
+        if _stream_of(device, _TO_DEVICE) is not None:
+            current, default = torch.accelerator.current_stream(device), _default_stream(device)
+            if current != default:
+                current.wait_event(default.record_event())
+    record_use(tensors)
+
+
+@contextlib.contextmanager
+def on_default_streams() -> Iterator[None]:
+    """Let this thread work on the default stream of each device, in order with the streams that it has chosen.
+
+    A thread that waits for a backward pass adds up gradients, as gradwire's threads do meanwhile: all on one stream.
+    """
+    used = {device for (device, _), stream in list(_streams.items()) if stream is not None}
+    pairs = [(torch.accelerator.current_stream(device), _default_stream(device)) for device in used]
+    pairs = [(current, default) for current, default in pairs if current != default]
+    if not pairs:
+        yield
+        return
+    index = torch.accelerator.current_device_index()
+    with contextlib.ExitStack() as stack:
+        for current, default in pairs:
+            default.wait_event(current.record_event())
+            stack.callback(lambda pair: pair[0].wait_event(pair[1].record_event()), (current, default))
+            stack.enter_context(default)
+        torch.accelerator.set_device_index(index)  # a stream brings its device along
+        yield
+
+
+@functools.cache
+def _default_stream(device: torch.device) -> torch.Stream:
+    """Return the current stream of a new thread: torch has no function for the default stream of any backend."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.accelerator.current_stream, device).result(_ARRIVE_S)
+
+
 def wait_arrived(tensors: Iterable[torch.Tensor]) -> None:
-    """Return when what was launched to the devices of these tensors has arrived."""
+    """Wait until everything that was launched to the devices of these tensors has arrived."""
     found = {tensor.device: _streams.get((tensor.device, _TO_DEVICE)) for tensor in tensors if not tensor.is_cpu}
     _wait_for({device: stream for device, stream in found.items() if stream is not None}, time.monotonic() + _ARRIVE_S)
 
 
+def fill(target: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values of the host into a tensor on a device, and wait for it.
+
+    The program may be using the tensor, so the copy is on its current stream. Tensors that arrive do not wait for that.
+    """
+    device = target.device
+    is_later = _stream_of(device, _TO_DEVICE) is not None
+    target.copy_(values, non_blocking=is_later)
+    if is_later:
+        _wait_for({device: torch.accelerator.current_stream(device)}, time.monotonic() + _ARRIVE_S)
+
+
+# Either way
+
+
 def move(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device]) -> list[torch.Tensor]:
-    """Return tensors of the host on devices; those that stay on the CPU are returned as they are."""
-    moved: list[torch.Tensor] = []
+    """Return each tensor on its device, which may be the CPU; the same tensor if it is there. Autograd records this.
+
+    Raises:
+        NoSuchDevice: This process does not have one of the devices.
+    """
+    to_host, arriving, moved = HostCopies(), [], []
     try:
         for tensor, device in zip(tensors, devices, strict=True):
-            is_there = tensor.device == device
-            moved.append(
-                tensor if is_there else launch_to_device(tensor, device) if tensor.is_cpu else tensor.to(device)
-            )
+            if not _can_launch(tensor, device):  # from device to device, torch itself orders the streams
+                moved.append(tensor if tensor.device == device else tensor.to(device))
+                continue
+            source = tensor.detach()
+            if source.is_cpu:
+                made = launch_to_device(source, device)
+                arriving.append(made)
+            else:
+                made = _launch_to_host(source, to_host)
+            moved.append(_Moved.apply(tensor, [made]) if tensor.requires_grad else made)  # type: ignore[no-untyped-call]
     finally:
-        wait_arrived(moved)
+        wait_arrived(arriving)
+    to_host.wait()  # no deadline: the program waits for its own computation, as with `.cpu()`
     return moved
 
 
-def copy(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
+def copy_to(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], deadline: float) -> list[torch.Tensor]:
     """Return copies of tensors on devices, the CPU included. They are there when this returns, whichever thread uses them.
 
     Raises:
@@ -212,6 +301,34 @@ def _launch_on_devices(
     return made
 
 
+class _Moved(torch.autograd.Function):
+    """Records that a tensor was moved; its gradient is moved back."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, made: list[torch.Tensor]) -> torch.Tensor:
+        ctx.device = tensor.device
+        ctx.set_materialize_grads(False)
+        return made[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        (gradient,) = gradients
+        return None if gradient is None else move([gradient], [ctx.device])[0], None
+
+
+def _can_launch(tensor: torch.Tensor, device: torch.device) -> bool:
+    """Return whether a tensor goes from the host to a device or back, and is of a kind that can be copied here."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout in LAYOUTS
+    is_crossing = tensor.is_cpu != (device.type == "cpu") and "meta" not in (tensor.device.type, device.type)
+    return is_crossing and is_plain and not (tensor.is_quantized or tensor.is_nested)
+
+
+def _launch_to_host(tensor: torch.Tensor, copies: HostCopies) -> torch.Tensor:
+    if tensor.layout is torch.strided:
+        return copies.launch(tensor)
+    return _with_parts(tensor, [copies.launch(part) for part in sparse_parts(tensor)])
+
+
 def _with_parts(tensor: torch.Tensor, parts: list[torch.Tensor]) -> torch.Tensor:
     """Return a sparse tensor, which is known to be valid, with other parts."""
     if tensor.layout is torch.sparse_coo:
@@ -236,7 +353,7 @@ def _find(device: torch.device | str) -> torch.device:
         if (found, _TO_DEVICE) not in _streams:
             torch.empty(0, device=found)
         return found
-    except Exception as error:  # each backend has its own way to say that it is missing
+    except Exception as error:  # each backend raises another type for a device that does not exist
         raise NoSuchDevice(str(device)) from error
 
 
@@ -257,7 +374,7 @@ def _stream_of(device: torch.device, direction: str) -> torch.Stream | None:
 
 
 def _wait_for(streams: dict[torch.device, torch.Stream], deadline: float | None) -> None:
-    """Wait for what is on streams now."""
+    """Wait until streams have finished what is on them now."""
     for device, event in [(device, stream.record_event()) for device, stream in streams.items()]:
         num_looks, nap_s = 0, _NAPS_S[0]
         while not event.query():
@@ -275,14 +392,14 @@ def _wait_for(streams: dict[torch.device, torch.Stream], deadline: float | None)
 
 
 def allocate_pinned(num_bytes: int) -> torch.Tensor | None:
-    """Return bytes that a device can copy by itself; None if there is no accelerator or they are too many."""
+    """Return pinned memory; None if there is no accelerator, or it would be too much to keep."""
     if not 0 < num_bytes <= _PINNED_UP_TO or not torch.accelerator.is_available():
         return None
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
 def pin(mapping: Any, address: int, num_bytes: int) -> None:
-    """Make memory known to the accelerator, where it has a way to, until `mapping` is garbage collected."""
+    """Register memory with the accelerator, if it supports that, until `mapping` is garbage collected."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     cudart: Callable[[], Any] | None = (
         getattr(torch.get_device_module(accelerator), "cudart", None) if accelerator else None

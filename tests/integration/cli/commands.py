@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import pty
+import select
 import subprocess
 import sys
 import textwrap
+import time
 import uuid
 from pathlib import Path
 from typing import Any
@@ -36,6 +39,27 @@ def run_command(*arguments: str, cwd: Path | None = None, **variables: str) -> s
         timeout=_END_S,
         check=False,
     )
+
+
+def run_in_terminal(*arguments: str, press: bytes, after: bytes, **variables: str) -> int:
+    """Runs ``gradwire <arguments>`` in a terminal of its own, presses a key once a text is shown, and returns its code."""
+    near, far = pty.openpty()
+    try:
+        command = [sys.executable, "-m", "gradwire_command", *arguments]
+        place = environment(TERM="xterm", **variables)
+        with subprocess.Popen(command, env=place, stdin=far, stdout=far, stderr=far, start_new_session=True) as process:
+            shown, until = b"", time.monotonic() + _END_S
+            try:
+                while after not in shown:
+                    assert select.select([near], [], [], max(0.0, until - time.monotonic()))[0], shown
+                    shown += os.read(near, 1 << 16)
+                os.write(near, press)
+                return process.wait(_END_S)
+            finally:
+                process.kill()
+    finally:
+        os.close(near)
+        os.close(far)
 
 
 class Running:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cli.commands import Running, run_command, write_program
+from cli.commands import Running, run_command, run_in_terminal, write_program
 
 DRIVER = """
     import os, signal, sys, time
@@ -53,6 +53,13 @@ def test_status_shows_clusters_and_their_workers_until_they_are_closed(tmp_path:
         assert shown.returncode == 0
         assert "killed by SIGKILL" in shown.stdout
         assert "\x1b" not in shown.stdout
+
+        top = run_command("top", "train", **place)
+        assert top.returncode == 0
+        assert "1 of 2 workers" in top.stdout
+        assert "trainer: killed by SIGKILL" in top.stdout
+        assert "\x1b" not in top.stdout
+        assert run_in_terminal("top", press=b"q", after=b"q quits", **place) == 0
 
         report = json.loads(run_command("status", str(driver.process.pid), "--json", **place).stdout)
         assert (report["name"], report["pid"]) == (name, driver.process.pid)

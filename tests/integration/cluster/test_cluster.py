@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import itertools
 import os
 import signal
@@ -18,7 +19,8 @@ import torch
 from cluster import tasks
 from cluster.processes import is_there
 from cluster.shown import Shown
-from gradwire import rpc
+from gradwire import _progress_bar, rpc
+from gradwire.cluster import local_launcher
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
 from gradwire.errors import (
@@ -40,6 +42,24 @@ from gradwire.testing import wait_until
 def cluster() -> Iterator[Cluster]:
     with Cluster.local(2) as cluster:
         yield cluster
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_start_that_takes_long_shows_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    monkeypatch.setattr(local_launcher, "REFRESH_S", 0.001)
+    with Cluster.local(2):
+        shown = terminal.getvalue()
+    assert "starting 2 workers" in shown
+    assert "/2" in shown
+    assert terminal.getvalue() == shown, "the bar has ended"
 
 
 def test_calls(cluster: Cluster) -> None:
@@ -154,6 +174,17 @@ def test_status(cluster: Cluster) -> None:
     assert 0 < first.uptime_s < 60
     assert first.exit_reason is None
     assert "worker1" in str(cluster.status())
+
+
+def test_metrics(cluster: Cluster) -> None:
+    metrics = cluster.metrics()
+    assert cluster.metrics() is metrics
+    cluster.workers[0].call(tasks.add, 1)
+    text = metrics.render().decode()
+    assert 'gradwire_calls_total{function="cluster.tasks:add",outcome="ok",worker="driver"} 1.0' in text
+    assert 'gradwire_run_duration_seconds_count{function="cluster.tasks:add",worker="worker0"} 1.0' in text
+    assert 'gradwire_worker_up{worker="worker1"} 1.0' in text
+    assert metrics.serve_workers().keys() == {"worker0", "worker1"}
 
 
 def test_status_does_not_wait_for_a_worker_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:

@@ -134,7 +134,7 @@ PROGRAM = Path(__file__).resolve().parents[3] / "docs" / "tutorial" / "7_two_mac
 
 @contextlib.contextmanager
 def torchrun_on_two_nodes(
-    popen: type[subprocess.Popen[str]], script: Path, port: int, num_ranks: int, *options: str, **more: str
+    script: Path, port: int, num_ranks: int, *options: str, **more: str
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Two agents of torchrun that meet on loopback, with so many ranks each; `more` goes to the environment."""
     meeting = ["--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=two-agents"]
@@ -151,9 +151,9 @@ def torchrun_on_two_nodes(
     try:
         for _ in range(2):
             agents.append(
-                popen(
+                quick_python.Popen(
                     command,
-                    env=outside_environment() | {"OMP_NUM_THREADS": "1", **more},
+                    env=outside_environment() | {"OMP_NUM_THREADS": "1", quick_python.NESTED: "1", **more},
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
                     text=True,
@@ -168,7 +168,7 @@ def torchrun_on_two_nodes(
 
 @pytest.mark.slow
 def test_the_program_of_the_tutorial_runs_under_two_agents_of_torchrun(free_port: int) -> None:
-    with torchrun_on_two_nodes(subprocess.Popen, PROGRAM, free_port, 2) as agents:
+    with torchrun_on_two_nodes(PROGRAM, free_port, 2) as agents:
         ended = [agent.communicate(timeout=100) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))
@@ -190,8 +190,7 @@ print("second attempt:", [worker.call(max, 1, 2) for worker in cluster.workers])
 """,
     )
     secret = {"GRADWIRE_SECRET_FILE": str(write_secret(tmp_path / "secret"))}  # so both rounds meet at torchrun's store
-    more = {**secret, quick_python.NESTED: "1"}
-    with torchrun_on_two_nodes(quick_python.Popen, script, free_port, 1, "--max-restarts=1", **more) as agents:
+    with torchrun_on_two_nodes(script, free_port, 1, "--max-restarts=1", **secret) as agents:
         ended = [agent.communicate(timeout=110) for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], ended
     out, err = ("".join(parts) for parts in zip(*ended, strict=True))

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 import torch
 
+import gradwire
 from cluster import tasks
 from cluster.process_scheduler import ProcessScheduler, ScheduledProcess
 from cluster.processes import is_there
@@ -607,3 +608,21 @@ def test_losses_are_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -
     with caplog.at_level(logging.WARNING, "gradwire"):
         kill_and_wait(cluster, cluster.workers[0])
     assert "worker worker0 is lost: killed by SIGKILL; it is being restarted" in caplog.text
+
+
+def test_the_log_level_is_set_on_workers_also_after_a_restart(cluster: Cluster) -> None:
+    logger = logging.getLogger("gradwire")
+    before = logger.level, list(logger.handlers)
+    try:
+        gradwire.set_log_level("info")
+        assert [worker.call(_log_level) for worker in cluster.workers] == [logging.INFO] * len(cluster.workers)
+        kill_and_wait(cluster, cluster.workers[0])
+        cluster.wait_for_workers()
+        wait_until(lambda: cluster.workers[0].call(_log_level) == logging.INFO)
+    finally:
+        logger.setLevel(before[0])
+        logger.handlers[:] = before[1]
+
+
+def _log_level() -> int:
+    return logging.getLogger("gradwire").level

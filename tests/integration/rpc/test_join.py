@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from gradwire.cluster.status import USAGE, ask_usage
 from gradwire.config import WorkerConfig
 from gradwire.rpc import Agent
 from gradwire.rpc.meeting_point import open_meeting_point
@@ -19,7 +18,6 @@ from gradwire.transports.stream import StreamConnection
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.messages import Failure, encode_address
 from rpc.by_hand import connect, receive, send_control
-from rpc.fixtures import MakeAgents
 
 
 def address_of(name: str, rank: int, incarnation: int = 1, uris: tuple[str, ...] = ()) -> WorkerAddress:
@@ -80,6 +78,8 @@ BAD = [
     (encode_address(address_of("w1", 1)), 3, [{}, {"w0": {"cuda:0": 1}}]),
     (encode_address(address_of("w1", 1)), 3, [{}, {"w0": {"c" * 100: "cpu"}}]),
     (encode_address(address_of("w1", 1)), 3, [{}, {}, ["cuda:0"], 1]),
+    (encode_address(address_of("w1", 1)), 3, [{}, {}, ["cuda:0\n"]]),
+    (encode_address(address_of("w1", 1)), 3, [{"\x1b[2J": 1}]),
     (encode_address(address_of("w1", 1)), 3, "none"),
     (),
 ]
@@ -108,10 +108,3 @@ def test_a_worker_cannot_speak_for_others_when_rank_0_restarts(host: Host, direc
     host.adopt([address_of("w2", 2)])
     assert set(host._joined) == {0, 1, 2}
     assert host._answers == {}  # rank 0 was told
-
-
-@pytest.mark.parametrize("answer", ["many", None, [1], 1.5])
-def test_a_worker_that_does_not_say_how_many_calls_it_served(make_agents: MakeAgents, answer: Any) -> None:
-    a, b = make_agents("a", "b")
-    b.server.register_control(USAGE, lambda _: answer)
-    assert ask_usage(a, ["b"], 5.0) == {}

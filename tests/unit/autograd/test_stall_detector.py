@@ -11,6 +11,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
+from gradwire.autograd import stall_detector
 from gradwire.autograd.engine import _Run
 from gradwire.autograd.local_engine import Found
 from gradwire.errors import BackwardFailed, NotInitialized, RpcTimeout, UnsettledSend
@@ -132,3 +133,29 @@ def test_run_that_waits_for_a_thread(trio: list[Agent], monkeypatch: pytest.Monk
         assert len(probes) >= 4
         assert probes[2][b.info.id].num_running == 1
         assert x in ctx.gradients()
+
+
+def test_pass_without_progress_is_logged_once(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(stall_detector, "LONG_WAIT_S", 0.3)
+    monkeypatch.setattr(stall_detector, "_PROBE_AFTER_S", {False: 0.1, True: 0.1})
+    probes = count_probes(trio[0], monkeypatch)
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("b", held_layer, args=(x,)).sum()
+        opener = threading.Thread(target=_open_gate_after, args=(probes, 12))
+        opener.start()
+        ctx.backward(loss, timeout=20.0)
+        opener.join()
+    (text,) = [record.getMessage() for record in caplog.records if "no progress" in record.getMessage()]
+    assert text.startswith(
+        f"a: the backward pass of context {int(ctx)} has made no progress for 0 s: no gradient has arrived"
+    )
+    assert "held_layer" in text
+    assert "still computing: b" in text
+
+
+def _open_gate_after(probes: list[Any], count: int) -> None:
+    wait_until(lambda: len(probes) >= count, 20.0, "the probes of the pass")
+    gate.set()

@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from gradwire.autograd import worker_views
-from gradwire.autograd.worker_views import PassView, Shortcut, WaitingView, WorkerView, find_settlers, first, short
+from gradwire.autograd.worker_views import PassView, Shortcut, WaitingView, WorkerView, find_settlers, first
+from gradwire.types import short
 
 
 def views(*, is_taken: bool, pass_id: int = 1) -> list[WorkerView]:

@@ -18,7 +18,16 @@ import pytest
 
 from gradwire.cluster import status_socket
 from gradwire.cluster.status import ClusterStatus, WorkerStatus
-from gradwire.cluster.status_socket import ClusterGone, NoReport, StatusSocket, list_sockets, read_report, read_reports
+from gradwire.cluster.status_socket import (
+    ClusterGone,
+    NoReport,
+    StatusSocket,
+    list_sockets,
+    read_report,
+    read_reports,
+    run_operation,
+)
+from gradwire.errors import ConfigurationError
 from gradwire.testing import wait_until
 
 _WORKER = WorkerStatus(
@@ -52,7 +61,7 @@ def answer() -> ClusterStatus:
 
 
 def opened() -> StatusSocket:
-    found = StatusSocket.open(answer)
+    found = StatusSocket.open(answer, lambda: _WORKER)
     assert found is not None
     return found
 
@@ -82,7 +91,7 @@ def test_a_folder_that_is_open_to_others_is_not_used(
 ) -> None:
     (runtime_folder / "gradwire").mkdir()
     (runtime_folder / "gradwire").chmod(mode)
-    assert StatusSocket.open(answer) is None
+    assert StatusSocket.open(answer, lambda: _WORKER) is None
     assert "`gradwire status` will not show this cluster" in caplog.text
     assert list_sockets() == []
 
@@ -90,7 +99,7 @@ def test_a_folder_that_is_open_to_others_is_not_used(
 def test_a_link_to_a_folder_is_not_followed(runtime_folder: Path) -> None:
     (runtime_folder / "elsewhere").mkdir(mode=0o700)
     (runtime_folder / "gradwire").symlink_to(runtime_folder / "elsewhere")
-    assert StatusSocket.open(answer) is None
+    assert StatusSocket.open(answer, lambda: _WORKER) is None
 
 
 def test_processes_of_other_users_get_no_answer(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,20 +115,37 @@ def test_the_user_of_a_process_is_the_kernel_s_word() -> None:
         assert status_socket._user_of(here) == os.geteuid()
 
 
-def test_what_a_client_sends_is_not_read() -> None:
+@pytest.mark.parametrize(
+    "request_", [b"\x00" * 10_000, b"{}\n", b'{"operation": 1}\n', b'{"operation": "status", "x": 1}\n']
+)
+def test_a_request_that_is_not_valid_gets_no_answer(request_: bytes) -> None:
     with opened():
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(str(list_sockets()[0]))
-            with contextlib.suppress(ConnectionError):  # the driver has answered and closed already
-                client.sendall(b"\x00" * 10_000)
+            with contextlib.suppress(ConnectionError):  # the driver has closed already
+                client.sendall(request_)
+                assert client.recv(1) == b""
         assert read_report(list_sockets()[0], 5.0).workers
+
+
+def test_an_operation_gives_its_text_or_the_reason_why_not() -> None:
+    def refuse() -> str:
+        raise ConfigurationError("install it")
+
+    with StatusSocket(answer, lambda: _WORKER, {"link": lambda: "there", "other": refuse}):
+        (path,) = list_sockets()
+        assert run_operation(path, "link", 5.0) == "there"
+        with pytest.raises(NoReport, match=r"^install it"):
+            run_operation(path, "other", 5.0)
+        with pytest.raises(NoReport, match="has no 'nothing'"):
+            run_operation(path, "nothing", 5.0)
 
 
 def test_a_status_that_fails_ends_neither_the_driver_nor_the_socket() -> None:
     def fail() -> ClusterStatus:
         raise RuntimeError("the agent was shut down")
 
-    here = StatusSocket.open(fail)
+    here = StatusSocket.open(fail, lambda: _WORKER)
     assert here is not None
     with here:
         for _ in range(2):
@@ -156,7 +182,7 @@ def test_a_driver_removes_what_others_left_and_asks_none_that_lives(
         questions.append(None)
         return answer()
 
-    living = StatusSocket.open(count)
+    living = StatusSocket.open(count, lambda: _WORKER)
     assert living is not None
     monkeypatch.setattr(sys, "argv", ["/some/where/other.py"])
     with living, opened():
@@ -216,7 +242,7 @@ def test_a_driver_that_does_not_answer_is_given_up() -> None:
         go_on.wait(20.0)
         return answer()
 
-    here = StatusSocket.open(wait)
+    here = StatusSocket.open(wait, lambda: _WORKER)
     assert here is not None
     with here:
         with pytest.raises(NoReport, match=r"no response within 0\.05 s"):

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import MakeAgents
+from gradwire.rpc import client, server
 from gradwire.rpc.server import Slots
+from gradwire.testing import wait_until
 
 
 def test_as_many_run_as_there_are_slots() -> None:
@@ -201,3 +207,73 @@ def test_a_crowd_that_only_waits_is_served_to_the_end(limit: int) -> None:
         model.on_finished(0)
     model.check()
     assert len(model.ended) == 50
+
+
+_go_on = threading.Event()
+
+
+def _compute_until_told() -> None:
+    while not _go_on.is_set():  # without waiting: a function that waits gives its slot away after a moment
+        sum(range(100))
+
+
+def _messages(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
+    return [record.getMessage() for record in caplog.records if word in record.getMessage()]
+
+
+def test_a_call_that_is_queued_for_long_is_logged_once_with_its_reason(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "LONG_WAIT_S", 0.2)
+    monkeypatch.setattr(server, "REPORT_INTERVAL_S", 0.0)
+    _go_on.clear()
+    a, b = make_agents(2, num_worker_threads=1)
+    running = a.submit("b", _compute_until_told)
+    wait_until(lambda: b.server.slots.num_running == 1, 10.0, "the first call")
+    queued = [a.submit("b", max, (1, 2)) for _ in range(2)]
+    try:
+        wait_until(lambda: _messages(caplog, "queued"), 20.0, "the line in the log")
+        looks = b.server._next_stall_check
+        wait_until(lambda: b.server._next_stall_check > looks + 0.6, 20.0, "further looks")
+    finally:
+        _go_on.set()
+    for call in (running, *queued):
+        call.wait()
+    (text,) = _messages(caplog, "queued")
+    assert text.startswith("b: builtins:max, called by a, has been queued for 0 s (calls in the queue: 2): ")
+    assert "all 1 threads are busy, with " in text
+    assert "_compute_until_told of a (" in text
+    assert text.endswith("; pass a larger num_worker_threads, or see `gradwire top`")
+
+
+def test_a_call_to_a_worker_that_does_not_serve_yet_is_logged(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "LONG_WAIT_S", 0.0)
+    a, b = make_agents(2)
+    b.server.hold_calls()
+    call = a.submit("b", max, (1, 2))
+    wait_until(lambda: _messages(caplog, "it has to call gradwire.rpc.start_serving()"), 20.0, "the line in the log")
+    b.server.start_serving()
+    assert call.wait() == 2
+
+
+def test_a_call_that_is_not_answered_for_long_is_logged_as_information(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(client, "LONG_CALL_S", 0.0)
+    a, _ = make_agents(2)
+    with caplog.at_level(logging.INFO, "gradwire"):
+        _go_on.clear()
+        call = a.submit("b", _wait_until_told)
+        try:
+            wait_until(lambda: _messages(caplog, "has not been answered"), 20.0, "the line in the log")
+        finally:
+            _go_on.set()
+        call.wait()
+    (text,) = _messages(caplog, "has not been answered")
+    assert "_wait_until_told on worker b" in text
+
+
+def _wait_until_told() -> bool:
+    return _go_on.wait(20.0)

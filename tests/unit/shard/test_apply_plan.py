@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import signal
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import MakeAgents
+from gradwire import _progress_bar
+from gradwire.rpc import set_current_agent
 from gradwire.shard import ChunkShardingSpec, Sharder, ShardingPlan, shard_module
 from gradwire.shard.apply_plan import read_plan
 
@@ -139,3 +144,26 @@ def test_ctrl_c_ends_a_sharder(deferring: None) -> None:
         shard_module(model, ShardingPlan({"emb": sharder}))
     assert not sharder.went_on
     assert isinstance(model.emb, nn.Embedding)
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_sharding_that_takes_long_shows_progress(make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    a, _ = make_agents(2)
+    set_current_agent(a)
+    try:
+        model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+        spec = ChunkShardingSpec(0, ["a/cpu", "b/cpu"])
+        shard_module(model, ShardingPlan({"0.weight": spec, "1.weight": spec}))
+        del model
+    finally:
+        set_current_agent(None)
+    assert "sharding parameters" in terminal.getvalue()
+    assert "2/2" in terminal.getvalue()

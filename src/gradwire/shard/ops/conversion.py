@@ -125,7 +125,9 @@ def _convert(
 ) -> ShardedTensor:
     """Return the tensor itself if nothing changes."""
     target = None if device is None else torch.device(device)
-    if target is not None and target.type == tensor.device.type and target.index in (None, tensor.device.index):
+    if target is not None and all(
+        target.type == found.type and target.index in (None, found.index) for found in tensor._devices()
+    ):
         target = None
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise RuntimeError("Only `torch.contiguous_format` or `torch.preserve_format` is supported!")

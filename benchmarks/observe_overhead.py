@@ -1,0 +1,159 @@
+"""What observing costs: a no-op call and a tiny context, with nothing observed, and while all events are recorded.
+
+    python benchmarks/observe_overhead.py
+    git worktree add /tmp/before COMMIT && python benchmarks/observe_overhead.py --before /tmp/before/src
+
+Each system is a caller and a callee. They take turns of a few milliseconds, every other time in reverse order. A ratio is
+computed inside each round, between neighbours in time. `off` is this code while nothing is observed; `on` records events of
+both workers in memory. With ``--before``, `off` is compared with the code in that folder as well; with this folder itself,
+that shows how far apart equal times are on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+SOURCE = Path(__file__).resolve().parents[1] / "src"
+CASES = {"noop": 60, "context": 15}  # steps in one turn
+NUM_ROUNDS = 300
+
+
+def noop() -> None:
+    """A function that does nothing."""
+
+
+def double(value: Any) -> Any:
+    return value * 2
+
+
+def observe(is_on: bool) -> None:
+    """Record events in this process, or not."""
+    if is_on:
+        from gradwire.observe.recorder import Recorder
+        from gradwire.rpc import current_agent
+
+        Recorder(current_agent().info.name, 200_000).start()
+
+
+def drive(role: str, meeting: str, is_on: bool) -> None:
+    """Be the caller, which reads commands and prints seconds, or the callee."""
+    import torch
+
+    from gradwire import autograd, rpc
+
+    torch.set_num_threads(1)
+    options = rpc.TensorPipeRpcBackendOptions(init_method=meeting)
+    rpc.init_rpc(role, rank=int(role == "callee"), world_size=2, rpc_backend_options=options)
+    observe(is_on)
+    if role == "caller":
+        value = torch.ones(4, 4, requires_grad=True)
+
+        def step(case: str) -> None:
+            if case == "noop":
+                rpc.rpc_sync("callee", noop)
+            else:
+                with autograd.context() as context_id:
+                    result = rpc.rpc_sync("callee", double, args=(value,))
+                    autograd.backward(context_id, [result.sum()])
+
+        print("ready", flush=True)
+        for line in sys.stdin:
+            case, num_steps = line.split()
+            times = []
+            for _ in range(int(num_steps)):
+                began = time.perf_counter()
+                step(case)
+                times.append(time.perf_counter() - began)
+            print(median(times[len(times) // 5 :]), flush=True)  # the first ones warm up
+    rpc.shutdown()
+
+
+class System:
+    """Two processes that run the code of one folder."""
+
+    def __init__(self, source: Path, folder: str, is_on: bool) -> None:
+        meeting = f"file://{tempfile.mkdtemp(dir=folder)}/meeting"
+        environment = {**os.environ, "PYTHONPATH": str(source)}
+        command = [sys.executable, __file__, *(["--on"] if is_on else []), "--drive", meeting]
+        self._callee = subprocess.Popen([*command, "callee"], env=environment)
+        self._caller = subprocess.Popen(
+            [*command, "caller"], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._read()
+
+    def _read(self) -> str:
+        assert self._caller.stdout is not None
+        line = self._caller.stdout.readline()
+        if not line:
+            raise SystemExit("a process has ended")
+        return line
+
+    def take_turn(self, case: str) -> float:
+        """Seconds of a step."""
+        assert self._caller.stdin is not None
+        self._caller.stdin.write(f"{case} {CASES[case]}\n")
+        self._caller.stdin.flush()
+        return float(self._read())
+
+    def close(self) -> None:
+        self._caller.communicate(timeout=60)
+        self._callee.wait(60)
+
+
+def measure(systems: dict[str, System], case: str, num_rounds: int) -> dict[str, list[float]]:
+    rounds: dict[str, list[float]] = {name: [] for name in systems}
+    for number in range(num_rounds):
+        for name in list(systems)[:: -1 if number % 2 else 1]:
+            rounds[name].append(systems[name].take_turn(case))
+    return rounds
+
+
+def compare(rounds: dict[str, list[float]], name: str, base: str) -> dict[str, float]:
+    """The median of the ratios of all rounds, and the middle half of them."""
+    ratios = [one / other for one, other in zip(rounds[name], rounds[base], strict=True)]
+    low, middle, high = quantiles(ratios, n=4)
+    return {"ratio": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--before", type=Path, metavar="SOURCE", help="the folder src of other code to compare with")
+    parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
+    parser.add_argument("--drive", nargs=2, metavar=("MEETING", "ROLE"), help=argparse.SUPPRESS)
+    parser.add_argument("--on", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.drive:
+        drive(arguments.drive[1], arguments.drive[0], arguments.on)
+        return
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        systems = {"off": System(SOURCE, folder, False), "on": System(SOURCE, folder, True)}
+        if arguments.before is not None:
+            systems = {"before": System(arguments.before.absolute(), folder, False), **systems}
+        for case in CASES:
+            measure(systems, case, 20)
+            rounds = measure(systems, case, arguments.rounds)
+            found[case] = {"us": {name: round(median(times) * 1e6, 1) for name, times in rounds.items()}}
+            for name, base in (("off", "before"), ("on", "off")):
+                if base in rounds:
+                    found[case][f"{name} / {base}"] = compare(rounds, name, base)
+            print(case, json.dumps(found[case]), flush=True)
+        for system in systems.values():
+            system.close()
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

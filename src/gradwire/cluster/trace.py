@@ -1,0 +1,405 @@
+"""`Cluster.trace`: records what happens on all workers, and writes it as one time line."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Annotated, Any
+
+import msgspec
+
+from gradwire import _interrupts
+from gradwire.cluster.driver import check_count
+from gradwire.cluster.trace_server import (
+    CLOCK,
+    END,
+    MAX_EVENTS,
+    MAX_PIECE_BYTES,
+    PIECE,
+    START,
+    STOP,
+    Number,
+    Recorded,
+    Recording,
+    Started,
+)
+from gradwire.errors import ConfigurationError, GradwireError
+from gradwire.observe.chrome_trace import write_chrome_trace
+from gradwire.observe.clock import ClockMap, ClockOffset, ClockSample, estimate_offset
+from gradwire.observe.events import Event
+from gradwire.observe.perfetto_trace import load_protos, write_archive, write_perfetto_trace
+from gradwire.observe.recorder import decode_events
+from gradwire.observe.timeline import WorkerEvents
+from gradwire.rpc.pending_calls import PendingCall
+from gradwire.versions import GRADWIRE_VERSION
+from gradwire.wire.exceptions import clean
+
+if TYPE_CHECKING:
+    from gradwire.cluster.monitor import MembershipEvent
+    from gradwire.rpc.agent import Agent
+
+PathLike = str | os.PathLike[str]
+
+DEFAULT_EVENTS = 200_000
+MAX_SECONDS = 86_400.0
+
+_SUFFIXES = (".zip", ".pftrace", ".json")
+_NUM_SAMPLES = 8
+_START_S = 60.0  # importing and starting torch.profiler takes seconds
+_STOP_S = 120.0
+_ASK_S = 10.0
+_CLOSE_S = 10.0
+_MAX_AT_ONCE = 16
+_MAX_REASON_CHARS = 200
+
+_log = logging.getLogger("gradwire")
+_numbers = itertools.count(1)
+_lock = threading.Lock()  # guards _active
+_active: dict[int, Trace] = {}  # the trace under way of each driver, by the id of its agent
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerTrace:
+    """What a trace has of one worker.
+
+    Attributes:
+        name: Name of the worker.
+        num_events: Events in the trace.
+        num_dropped: Earlier events that there was no room for; see `max_events` of `gradwire.Cluster.trace`.
+        clock_offset_ns: How far its clock is ahead of the driver's.
+        clock_error_ns: The most by which that may be wrong.
+        problem: Why events are missing, such as the loss of the worker; None if none are.
+    """
+
+    name: str
+    num_events: int
+    num_dropped: int
+    clock_offset_ns: int
+    clock_error_ns: int
+    problem: str | None
+
+
+class Trace:
+    """A trace of all workers, made by `gradwire.Cluster.trace`; a context manager.
+
+    Attributes:
+        paths: The files.
+        workers: What the files have of each worker; empty until the block has ended.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        members: Callable[[], Iterable[str]],
+        on_membership: Callable[[Callable[[MembershipEvent], object]], Callable[[], None]],
+        paths: Sequence[PathLike],
+        *,
+        profile: bool,
+        max_events: int,
+    ) -> None:
+        self._agent = agent
+        self._members = members
+        self._on_membership = on_membership
+        self.paths = _check_paths(paths)
+        check_count("max_events", max_events, MAX_EVENTS)
+        self._settings = max_events, bool(profile)
+        self.workers: tuple[WorkerTrace, ...] = ()
+        self._number = next(_numbers)
+        self._lock = threading.Lock()  # guards the fields below
+        self._started: dict[str, Started] = {}
+        self._offsets: dict[str, list[ClockOffset]] = {}
+        self._problems: dict[str, str] = {}
+        self._recording: Recording | None = None
+        self._leave: Callable[[], None] | None = None
+
+    def __repr__(self) -> str:
+        state = "recording" if self._recording is not None else "written" if self.workers else "not started"
+        return f"<Trace {', '.join(map(str, self.paths))}: {state}>"
+
+    def __enter__(self) -> Trace:
+        with _lock:
+            other = _active.setdefault(id(self._agent), self)
+        if other is not self:
+            names = ", ".join(map(str, other.paths))
+            raise ConfigurationError(f"a trace of this cluster is being recorded already, to {names}; end it first")
+        with contextlib.ExitStack() as undo:
+            undo.callback(self._close)
+            self._recording = Recording(self._agent.info.name, *self._settings)
+            self._leave = self._on_membership(self._on_change)
+            self._start_on(list(self._members()))
+            undo.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._finish()
+        finally:
+            self._close()
+
+    def _close(self) -> None:
+        if self._leave is not None:
+            self._leave()
+        if self._recording is not None:
+            self._recording.close()
+            self._recording = None
+        with _lock:
+            _active.pop(id(self._agent), None)
+
+    # -- the beginning ---------------------------------------------------------------------------------------------------
+
+    def _start_on(self, names: Sequence[str]) -> None:
+        args = (self._number, *self._settings)
+        started = self._ask_each(names, START, lambda _: args, _START_S, Started)
+        offsets = _at_once(self._measure, list(started))
+        with self._lock:
+            self._started.update(started)
+            for name, offset in offsets.items():
+                self._offsets.setdefault(name, []).append(offset)
+
+    def _on_change(self, event: MembershipEvent) -> None:
+        """Record on workers that join while the trace is under way."""
+        name = event.worker.name
+        if event.kind in ("joined", "restarted"):
+            with self._lock:
+                self._offsets.pop(name, None)
+            self._start_on([name])
+        elif event.kind in ("lost", "left"):
+            self._note_problem(name, f"it {event.kind}: {event.reason or 'no reason given'}")
+
+    def _note_problem(self, name: str, text: object) -> None:
+        with self._lock:
+            self._problems.setdefault(name, clean(str(text))[:_MAX_REASON_CHARS])
+
+    def _measure(self, name: str) -> ClockOffset:
+        """Ask a worker for its clock, several times."""
+        samples = []
+        for _ in range(_NUM_SAMPLES):
+            with contextlib.suppress(GradwireError, TimeoutError):
+                samples.append(self._ask_clock(name))
+        if not samples:
+            raise TimeoutError("it did not answer when it was asked for its clock")
+        is_same = self._agent.directory.find(name).host == self._agent.address.host
+        return estimate_offset(samples, is_same_machine=is_same)
+
+    def _ask_clock(self, name: str) -> ClockSample:
+        answered = threading.Event()
+        found: list[tuple[int, int]] = []
+
+        def on_done(call: PendingCall) -> None:  # here, not where it is waited for: waking that thread takes time
+            if call.error is None:
+                found.append((call.value, time.monotonic_ns()))
+            answered.set()
+
+        sent_ns = time.monotonic_ns()
+        self._agent.client.control(name, CLOCK, (), _ASK_S, on_done, Number)
+        if not (answered.wait(_ASK_S + 1.0) and found):
+            raise TimeoutError(f"worker {name} did not tell its clock")
+        there_ns, received_ns = found[0]
+        return ClockSample(sent_ns, there_ns, received_ns)
+
+    def _ask_each(
+        self, names: Iterable[str], operation: str, args_for: Callable[[str], Any], timeout_s: float, answer: Any
+    ) -> dict[str, Any]:
+        """Ask several workers at once; return the answers, and note the problems of the others."""
+        futures, answers = {}, {}
+        for name in names:
+            try:
+                futures[name] = self._agent.ask(name, operation, args_for(name), timeout_s, answer)
+            except GradwireError as error:
+                self._note_problem(name, error)
+        for name, future in futures.items():
+            try:
+                answers[name] = future.wait()
+            except Exception as error:  # it raised, died or is late, or its answer is of another type
+                self._note_problem(name, error)
+        return answers
+
+    # -- the end ---------------------------------------------------------------------------------------------------------
+
+    def _finish(self) -> None:
+        """Collect what was recorded, and write the files."""
+        with self._lock:
+            known = dict(self._started)
+        for name, offset in _at_once(self._measure, [name for name in known if name not in self._problems]).items():
+            self._offsets.setdefault(name, []).append(offset)
+        recorded = self._ask_each(known, STOP, lambda _: (self._number,), _STOP_S, Recorded)
+        parts = [self._own_part()]
+        for name, found in recorded.items():
+            events = self._collect(name, found)
+            if events is not None:
+                parts.append(self._part(name, known[name], found, events))
+        self._ask_each(recorded, END, lambda _: (self._number,), _ASK_S, None)
+        parts.sort(key=lambda part: (part.worker != self._agent.info.name, part.rank))  # the driver comes first
+        self._write(parts)
+        self.workers = tuple(self._summaries(parts))
+        for item in self.workers:
+            if item.problem is not None:
+                _log.warning("the trace lacks events of worker %s: %s", item.name, item.problem)
+            if item.num_dropped:
+                text = "the trace lacks the first %d events of worker %s, which had no room; raise max_events"
+                _log.warning(text, item.num_dropped, item.name)
+
+    def _own_part(self) -> WorkerEvents:
+        recording, self._recording = self._recording, None
+        assert recording is not None
+        pieces, found = recording.stop()
+        events = [event for piece in pieces for event in decode_events(piece, self._agent.info.name)]
+        return self._part(self._agent.info.name, Started(os.getpid(), socket.gethostname()), found, events)
+
+    def _part(self, name: str, where: Started, found: Recorded, events: Sequence[Event]) -> WorkerEvents:
+        return WorkerEvents(
+            worker=name,
+            rank=self._agent.directory.find(name).info.id,
+            pid=where.pid,
+            host=clean(where.host),
+            events=events,
+            clock=ClockMap(self._offsets.get(name, ())),
+            thread_names={number: clean(text) for number, text in found.threads},
+            num_dropped=found.num_dropped,
+        )
+
+    def _collect(self, name: str, found: Recorded) -> list[Event] | None:
+        """Return the events of a worker; None if it did not hand all of them over."""
+        events: list[Event] = []
+        piece = Annotated[bytes, msgspec.Meta(max_length=MAX_PIECE_BYTES)]
+        for index in range(min(found.num_pieces, 2 * self._settings[0])):
+            try:
+                data = self._agent.ask(name, PIECE, (self._number, index), _ASK_S, piece).wait()
+                events += decode_events(data, name)
+            except Exception as error:  # it died, or what it sent is not valid
+                self._note_problem(name, error)
+                return None
+        return events
+
+    def _summaries(self, parts: Sequence[WorkerEvents]) -> Iterable[WorkerTrace]:
+        for part in parts:
+            best = part.clock.best
+            yield WorkerTrace(
+                part.worker,
+                len(part.events),
+                part.num_dropped,
+                best.offset_ns,
+                best.error_ns,
+                self._problems.get(part.worker),
+            )
+        there = {part.worker for part in parts}
+        for name, problem in self._problems.items():
+            if name not in there:
+                yield WorkerTrace(name, 0, 0, 0, 0, problem)
+
+    def _write(self, parts: Sequence[WorkerEvents]) -> None:
+        attributes: dict[str, str | int] = {"gradwire.version": GRADWIRE_VERSION}
+        for item in self._summaries(parts):
+            attributes[f"gradwire.{item.name}.events"] = item.num_events
+            attributes[f"gradwire.{item.name}.dropped_events"] = item.num_dropped
+            attributes[f"gradwire.{item.name}.clock_offset_ns"] = item.clock_offset_ns
+            attributes[f"gradwire.{item.name}.clock_error_ns"] = item.clock_error_ns
+            if item.problem is not None:
+                attributes[f"gradwire.{item.name}.problem"] = item.problem
+        for path in self.paths:
+            with _replacing(path) as file:
+                if path.suffix == ".json":
+                    write_chrome_trace(file, parts, attributes)
+                elif path.suffix == ".zip":
+                    write_archive(file, parts, attributes)
+                else:
+                    write_perfetto_trace(file, parts)
+
+
+class TimedTraces:
+    """Records traces of a given time, which `gradwire trace` asks for."""
+
+    def __init__(self, make_trace: Callable[..., Trace]) -> None:
+        self._make_trace = make_trace
+        self._is_closing = threading.Event()
+        self._changed = threading.Condition()  # guards _num_open
+        self._num_open = 0
+
+    def record(self, path: str, seconds: float, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> str:
+        """Record for that time, or until the cluster is closed; return what was recorded, for people.
+
+        Raises:
+            ConfigurationError: An option is wrong, or a trace is being recorded already.
+            OSError: The file cannot be written.
+        """
+        if not 0 < seconds <= MAX_SECONDS:
+            raise ConfigurationError(f"seconds must be more than 0 and at most {MAX_SECONDS:,}, not {seconds!r}")
+        trace = self._make_trace(path, profile=profile, max_events=max_events)
+        with self._changed:
+            self._num_open += 1
+        try:
+            with trace:
+                self._is_closing.wait(seconds)
+        finally:
+            with self._changed:
+                self._num_open -= 1
+                self._changed.notify_all()
+        return describe(trace)
+
+    def close(self) -> None:
+        """End the traces, and wait until their files are written. Idempotent."""
+        self._is_closing.set()
+        with self._changed:
+            _interrupts.wait_for(self._changed, lambda: not self._num_open, _CLOSE_S)
+
+
+def describe(trace: Trace) -> str:
+    """Return a few lines on what the files of a trace have."""
+    lines = [f"wrote {', '.join(map(str, trace.paths))}"]
+    for item in trace.workers:
+        dropped = f", {item.num_dropped:,} dropped for lack of room" if item.num_dropped else ""
+        clock = f", clock {item.clock_offset_ns / 1e6:+,.3f} ms" if item.clock_offset_ns else ""
+        lines.append(f"  {item.name}: {item.problem or f'{item.num_events:,} events{dropped}{clock}'}")
+    return "\n".join(lines)
+
+
+def _check_paths(paths: Sequence[PathLike]) -> tuple[Path, ...]:
+    """Return absolute paths of files that can be written, before anything is recorded."""
+    if not paths:
+        raise ConfigurationError("a trace needs the path of a file, such as run.zip")
+    found = tuple(Path(path).absolute() for path in paths)
+    for path in found:
+        if path.suffix not in _SUFFIXES:
+            raise ConfigurationError(
+                f"a trace is written to a file that ends in .zip, .pftrace (both for Perfetto) or .json (Chrome's format), "
+                f"unlike {path.name!r}"
+            )
+        if not path.parent.is_dir():
+            raise ConfigurationError(f"the trace cannot be written: {path.parent} is not a folder")
+    if any(path.suffix != ".json" for path in found):
+        load_protos()
+    return found
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file that takes the place of the one at that path when all of it is written."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        with open(unfinished, "wb") as file:
+            yield file
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _at_once(action: Callable[[str], ClockOffset], names: Sequence[str]) -> dict[str, ClockOffset]:
+    """Run an action for each name, several at the same time; leave out those for which it raises."""
+    if not names:
+        return {}
+    found = {}
+    with ThreadPoolExecutor(min(_MAX_AT_ONCE, len(names)), thread_name_prefix="gradwire-driver-clock") as pool:
+        futures = {name: pool.submit(action, name) for name in names}
+        for name, future in futures.items():
+            with contextlib.suppress(GradwireError, TimeoutError):
+                found[name] = future.result()
+    return found

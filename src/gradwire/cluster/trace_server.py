@@ -1,0 +1,192 @@
+"""What a worker does for a trace of its cluster: it records, and hands over what it recorded in pieces.
+
+    driver  -- trace.clock() ---------------------> worker     its clock, several times
+            -- trace.start(number, ...) ---------->            begins to record
+            -- trace.stop(number) ---------------->            how many pieces there are
+            -- trace.piece(number, index) -------->            one of them
+            -- trace.end(number) ----------------->            forgets them
+
+These are control operations: a worker serves them even if all of its threads are busy. Only the driver may ask for them.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+from msgspec import Meta
+
+from gradwire import _interrupts
+from gradwire.errors import AuthenticationFailed, ConfigurationError
+from gradwire.observe.recorder import Recorder, encode_events, thread_names
+from gradwire.rpc.futures import InterruptibleFuture
+from gradwire.types import WorkerInfo
+
+if TYPE_CHECKING:
+    from gradwire.observe.operators import OperatorProfile
+    from gradwire.rpc.agent import Agent
+
+CLOCK = "trace.clock"
+START = "trace.start"
+STOP = "trace.stop"
+PIECE = "trace.piece"
+END = "trace.end"
+
+MAX_EVENTS = 10_000_000
+MAX_PIECE_BYTES = 16 << 20
+
+_SETTLE_S = 0.02  # for events whose message has arrived elsewhere before they are told here
+_MAX_THREADS = 4096
+
+Number = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+NumEvents = Annotated[int, Meta(ge=1, le=MAX_EVENTS)]
+_Name = Annotated[str, Meta(max_length=256)]
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to `START`: where the worker runs."""
+
+    pid: Number
+    host: _Name
+
+
+class Recorded(msgspec.Struct, frozen=True, array_like=True):
+    """The answer to `STOP`: what there is."""
+
+    num_pieces: Annotated[int, Meta(ge=0, le=MAX_EVENTS)]
+    num_dropped: Number
+    threads: Annotated[list[tuple[Number, _Name]], Meta(max_length=_MAX_THREADS)]
+
+
+class Recording:
+    """What one worker records for one trace.
+
+    Args:
+        worker: Name of the worker.
+        max_events: Most events to keep, and most operators.
+        has_profile: Whether to record the operators of torch as well.
+
+    Raises:
+        ConfigurationError: `torch.profiler` cannot be started.
+    """
+
+    def __init__(self, worker: str, max_events: int, has_profile: bool) -> None:
+        self._worker = worker
+        self._max_events = max_events
+        self._recorder = Recorder(worker, max_events)
+        self._profile: OperatorProfile | None = None
+        self._threads: dict[int, str] = {}
+        if has_profile:
+            from gradwire.observe.operators import OperatorProfile
+
+            self._profile = OperatorProfile()
+            self._profile.start()
+        self._recorder.start()
+
+    def stop(self) -> tuple[list[bytes], Recorded]:
+        """Stop recording; return the events in pieces, and a description of them."""
+        _interrupts.sleep(_SETTLE_S)
+        events = self._recorder.stop()
+        num_dropped = self._recorder.num_dropped
+        if self._profile is not None:
+            operators, num_left_out = self._profile.stop(self._worker, self._max_events)
+            events += operators
+            num_dropped += num_left_out
+        threads = sorted(thread_names().items())[:_MAX_THREADS]
+        pieces = list(encode_events(events))
+        return pieces, Recorded(len(pieces), num_dropped, [(number, name[:256]) for number, name in threads])
+
+    def close(self) -> None:
+        """Stop recording, and forget what was recorded."""
+        self._recorder.stop()
+        if self._profile is not None:
+            self._profile.stop(self._worker, 1)
+
+
+class TraceServer:
+    """Serves the driver's requests on one worker."""
+
+    def __init__(self, agent: Agent, driver: str) -> None:
+        self._agent = agent
+        self._driver = driver
+        self._lock = threading.Lock()  # guards the fields below
+        self._number = 0  # of the trace that they belong to
+        self._recording: Recording | None = None
+        self._pieces: list[bytes] = []
+
+    def register(self) -> None:
+        server = self._agent.server
+        server.register_control(CLOCK, self._on_clock)
+        server.register_control(START, self._on_start, Number, NumEvents, bool)
+        server.register_control(STOP, self._on_stop, Number)
+        server.register_control(PIECE, self._on_piece, Number, Number)
+        server.register_control(END, self._on_end, Number)
+
+    def _check(self, source: WorkerInfo) -> None:
+        if source.name != self._driver:
+            raise AuthenticationFailed(f"only {self._driver} may record a trace, not {source.name}")
+
+    def _on_clock(self, source: WorkerInfo) -> int:
+        self._check(source)
+        return time.monotonic_ns()
+
+    def _on_start(self, source: WorkerInfo, number: int, max_events: int, has_profile: bool) -> Any:
+        self._check(source)
+        return self._later(partial(self._start, number, max_events, has_profile))
+
+    def _later(self, action: Callable[[], Any]) -> InterruptibleFuture[Any]:
+        """Act in another thread, because this one reads; return a future of the answer."""
+        answer: InterruptibleFuture[Any] = InterruptibleFuture()
+
+        def act() -> None:
+            try:
+                value = action()
+            except Exception as error:
+                answer.set_exception(error)
+            else:
+                answer.set_result(msgspec.to_builtins(value))
+
+        self._agent.reactor.run_soon(act)
+        return answer
+
+    def _start(self, number: int, max_events: int, has_profile: bool) -> Started:
+        with self._lock:
+            if self._recording is not None:  # of a trace that the driver has given up
+                self._recording.close()
+            self._recording, self._pieces = None, []
+            self._recording, self._number = Recording(self._agent.info.name, max_events, has_profile), number
+        return Started(os.getpid(), socket.gethostname()[:256])
+
+    def _on_stop(self, source: WorkerInfo, number: int) -> Any:
+        self._check(source)
+        return self._later(partial(self._stop, number))
+
+    def _stop(self, number: int) -> Recorded:
+        with self._lock:
+            if self._recording is None or self._number != number:
+                raise ConfigurationError(f"worker {self._agent.info.name} is not recording trace {number}")
+            recording, self._recording = self._recording, None
+            self._pieces, recorded = recording.stop()
+        return recorded
+
+    def _on_piece(self, source: WorkerInfo, number: int, index: int) -> bytes:
+        self._check(source)
+        if self._number != number or index >= len(self._pieces):
+            raise ConfigurationError(f"worker {self._agent.info.name} has no piece {index} of trace {number}")
+        return self._pieces[index]
+
+    def _on_end(self, source: WorkerInfo, number: int) -> None:
+        self._check(source)
+        if self._number == number:
+            self._pieces = []
+
+
+def serve_traces(agent: Agent, driver: str) -> None:
+    """Let the driver record traces of this worker."""
+    TraceServer(agent, driver).register()
