@@ -266,6 +266,20 @@ def send_gradients_by_a_shortcut() -> None:
             assert torch.equal(ctx.gradients()[x].cpu(), torch.arange(5.0) * 162)
 
 
+def keep_memory_of_conj_and_neg() -> None:
+    """What keeps the memory of a tensor for a stream is not a computation, and not done to a temporary tensor."""
+    numbers = torch.view_as_complex(torch.arange(24.0).reshape(3, 4, 2)).to(ZERO)
+    places = [torch.device("cpu"), torch.device(ZERO)]
+    devices.copy_to([torch.ones(1)], places[1:], time.monotonic() + 10.0)  # makes our streams
+    for tensor in (numbers.conj(), numbers.conj().imag, -numbers.imag):
+        device.take_log()
+        devices.record_use([tensor])
+        assert device.take_log() == [Entry("record_stream", "0:0", 0, ())]
+        made = devices.copy_to([tensor] * 2, places, time.monotonic() + 10.0)
+        for found in [*made, *devices.move([tensor], places[:1])]:
+            assert torch.equal(found.cpu(), tensor.resolve_conj().resolve_neg().cpu())
+
+
 def _last_copy(log: Sequence[Entry]) -> int:
     return max(number for number, entry in enumerate(log) if entry.more[:1] == ("on_device",))
 

@@ -32,6 +32,10 @@ def test_copies_are_in_order(cluster: Cluster, program: Callable[[], None]) -> N
     cluster.workers[0].call(program)
 
 
+def test_memory_of_tensors_with_conj_and_neg_bits_is_kept(cluster: Cluster) -> None:
+    cluster.workers[0].call(copies.keep_memory_of_conj_and_neg)
+
+
 def test_gradients_for_oneself_go_from_any_place_to_any(cluster: Cluster) -> None:
     cluster.workers[0].call(copies.copy_gradients_between_devices)
 

@@ -35,6 +35,7 @@ from typing import Any, Final
 import torch
 
 from gradwire import _interrupts
+from gradwire._torch import neg_view
 from gradwire.config import MIB
 from gradwire.wire.devices import NoSuchDevice
 from gradwire.wire.tensors import LAYOUTS, sparse_parts, view_bytes
@@ -72,6 +73,8 @@ class HostCopies:
         Args:
             target: Memory of exactly its size, as ``uint8``; see `abandon`. Without it, pinned memory is allocated.
         """
+        if part.is_conj() or part.is_neg():  # torch would change what was copied, on the host, before it is there
+            part = part.resolve_conj().resolve_neg()
         made = _empty_on_host(part) if target is None else target.view(part.dtype).view(part.shape)
         if not part.numel():
             return made
@@ -84,7 +87,7 @@ class HostCopies:
             self._streams[device] = stream
         with stream:
             made.copy_(part, non_blocking=True)
-        part.record_stream(stream)
+        _keep_for(stream, part)
         self._kept += (part, made)
         return made
 
@@ -161,7 +164,20 @@ def record_use(tensors: Iterable[torch.Tensor]) -> None:
         if not tensor.is_meta and _streams.get((tensor.device, _TO_DEVICE)) is not None:
             stream = torch.accelerator.current_stream(tensor.device)
             for part in (tensor,) if tensor.layout is torch.strided else sparse_parts(tensor):
-                part.record_stream(stream)
+                _keep_for(stream, part)
+
+
+def _keep_for(stream: torch.Stream, part: torch.Tensor) -> None:
+    """Do not reuse the memory of a dense tensor before a stream is done with it.
+
+    `record_stream` corrupts the heap if the tensor has a conj or neg bit (torch 2.13), so this calls it on a view without.
+    """
+    plain = part.detach()
+    if plain.is_conj():
+        plain = plain.conj()
+    if plain.is_neg():
+        plain = neg_view(plain)
+    plain.record_stream(stream)
 
 
 def hand_over(tensors: Sequence[torch.Tensor]) -> None:
@@ -266,8 +282,6 @@ def copy_to(tensors: Sequence[torch.Tensor], devices: Sequence[torch.device], de
             return tensor.to(device, copy=True)
         if tensor.layout is not torch.strided:
             return _with_parts(tensor, [launch(part, device) for part in sparse_parts(tensor)])
-        if tensor.is_conj() or tensor.is_neg():  # `record_stream` would compute in place
-            tensor = tensor.resolve_conj().resolve_neg()
         if tensor.is_cpu:
             return launch_to_device(tensor, device)
         return to_host.launch(tensor) if device.type == "cpu" else _launch_on_devices(tensor, device, between)
@@ -295,8 +309,8 @@ def _launch_on_devices(
         made = torch.empty_like(tensor, device=device)
         made.copy_(tensor, non_blocking=True)
     if tensor.device == device:  # otherwise it is read by the current stream of its own device
-        tensor.record_stream(stream)
-    made.record_stream(torch.accelerator.current_stream(device))
+        _keep_for(stream, tensor)
+    _keep_for(torch.accelerator.current_stream(device), made)
     streams[device] = stream
     return made
 
