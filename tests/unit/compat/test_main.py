@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import quick_python
 from gradwire.compat.__main__ import _BOOTSTRAP, main
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
@@ -36,8 +37,9 @@ def python(*arguments: str, cwd: Path | None = None, **environment: str) -> subp
     )
 
 
-def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return python(*COMPAT, *arguments, **environment)
+def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program on gradwire, as a fork; those that it starts have interpreters of their own."""
+    return quick_python.run([sys.executable, *COMPAT, *arguments], timeout=100, cwd=cwd)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +54,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_a_program_gets_what_python_gives_it(tmp_path: Path, text: str, arguments: tuple[str, ...]) -> None:
     (tmp_path / "programs").mkdir()
     (tmp_path / "programs" / "program.py").write_text(text)
-    plain, ours = python(*arguments, cwd=tmp_path), python(*COMPAT, *arguments, cwd=tmp_path)
+    plain, ours = python(*arguments, cwd=tmp_path), run(*arguments, cwd=tmp_path)
     assert (ours.stdout, ours.stderr, ours.returncode) == (plain.stdout, plain.stderr, plain.returncode)
     assert plain.returncode != 0
 
@@ -87,7 +89,7 @@ def test_functions_of_the_program_can_be_called_while_it_exits(tmp_path: Path) -
     script.write_text(AT_EXIT)
     commands = [[sys.executable, *COMPAT, str(script), str(rank), str(tmp_path / "meeting")] for rank in range(2)]
     ranks = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
+        quick_python.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for command in commands
     ]
     written = [rank.communicate(timeout=100) for rank in ranks]
     assert written == [("8\n", ""), ("", "")]
@@ -101,7 +103,7 @@ def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
         "    assert rpc_sync.__module__.startswith('gradwire.')\n"
         "    assert sys.modules['__main__'].__spec__.name == 'pytest.__main__'\n"
     )
-    done = python(*COMPAT, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_it.py", cwd=tmp_path)
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir=.", "test_it.py", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "1 passed" in done.stdout
 
@@ -159,7 +161,7 @@ def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     child = "import sys; print('torch' in sys.modules); import torch; print(torch.distributed.rpc.rpc_sync.__module__)"
     script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n")
-    done = run(str(script), PYTHONPATH=str(tmp_path))
+    done = python(*COMPAT, str(script), PYTHONPATH=str(tmp_path))
     assert done.stdout.split() == ["theirs", "theirs", "False", "gradwire.compat.torch_api"], done.stderr
 
 

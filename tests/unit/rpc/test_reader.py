@@ -208,7 +208,8 @@ def test_a_thread_that_serves_several_connections_gives_up_all_when_it_is_stuck(
     def on_frame(number: int) -> None:
         if waits_openly:
             release_hold()
-            assert not second.reader._held
+            if threading.current_thread() is threading.main_thread():  # else that thread may hold the other connection
+                assert not second.reader._held
         second.send(1)
         assert arrived.wait(20)
 
