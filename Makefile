@@ -41,7 +41,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(DASHBOARD),--dashboard)
 
-# Tests of one file stay together: they share a cluster. The files are in the order of tests/conftest.py, the longest first.
+# Tests of one file stay together: they share a cluster. The files are in the order of tests/file_order.py, the longest first.
 # Three processes for two cores, because a good part of the time is spent in waits.
 TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder

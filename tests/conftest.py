@@ -14,7 +14,6 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -22,39 +21,12 @@ import pytest
 import torch
 
 import quick_python
+from file_order import number_of
 from gradwire.rpc.agent import Agent
 from gradwire.testing import LeakCheck, local_agents, wait_until
 from gradwire.testing.leaks import contexts_left
 
 MakeAgents = Callable[..., list[Agent]]
-
-TESTS = Path(__file__).parent
-LONGEST = (  # files of 15 s and more, in this order
-    "examples/test_examples.py",
-    "contracts/test_clusters.py",
-    "integration/cluster/test_ray.py",
-    "integration/cluster/test_from_env.py",
-    "unit/compat/test_main.py",
-    "integration/cluster/test_ray_node_loss.py",
-    "integration/cluster/test_ray_programs.py",
-    "integration/cluster/test_supervision.py",
-    "integration/cluster/test_cluster.py",
-    "integration/cluster/test_scripts.py",
-    "integration/cluster/test_slurm.py",
-    "conformance/test_conformance.py",
-    "integration/rpc/test_rendezvous.py",
-    "integration/rref/test_lifetime.py",
-    "integration/shard/test_linear.py",
-    "integration/autograd/test_programs.py",
-    "integration/cli/test_run.py",
-    "accelerator/test_modules.py",
-    "faults/test_two_hosts.py",
-    "faults/test_three_hosts.py",
-    "fuzz/test_operations.py",
-    "properties/test_ownership_exhaustive.py",
-    "simulation/test_backward_simulation.py",
-    "unit/transports/test_shared_memory.py",
-)
 
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("explore", derandomize=False, database=None, deadline=None)
@@ -75,9 +47,7 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the files that take longest: one process would be alone with such a file at the end otherwise."""
-    order = {TESTS / name: number for number, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: order.get(item.path, len(order)))
+    items.sort(key=lambda item: number_of(item.path))
 
 
 def pytest_collection_finish() -> None:

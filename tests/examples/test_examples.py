@@ -75,7 +75,6 @@ LOGGED = re.compile(
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
-FRESH = ("demo.py", "on_ray.py")  # in interpreters of their own from the start; all others are forks
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
 GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
 PYTHONPATH = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
@@ -102,14 +101,12 @@ Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 def run(program: Path, folder: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str) -> Ran:
     """Run a program in a process of its own, and in a folder of its own: it must not depend on where it is started."""
-    fresh = program.name in FRESH
-    popen = subprocess.Popen if fresh else quick_python.Popen
-    with popen(
+    with quick_python.Popen(
         [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
         env={
             **os.environ,
             "PYTHONPATH": PYTHONPATH,  # without an installed package, too
-            **({} if fresh else {quick_python.NESTED: "1"}),
+            quick_python.NESTED: "1",
             **environment,
         },
         cwd=folder,

@@ -247,14 +247,14 @@ class Layout:
 
 
 def _arrival(line: Line) -> tuple[int, int]:
-    """Sorts lines that end at one box from left to right; one from the same lane comes from its right gutter, or above."""
+    """Sort lines that end at one box from left to right; one from the same lane comes from its right gutter, or above."""
     side = -line.direction if line.direction else (0 if line.gutter is None else 1)
     # Of several from one side, the one from farthest comes in on top, and so nearest to the other side.
     return side, line.source.lane if side <= 0 else -line.source.lane
 
 
 def _crosses(line: Line, number: int) -> bool:
-    """Whether a line's label is between this lane and the one before."""
+    """Return whether a line's label is between this lane and the one before."""
     if line.direction == 0:
         return False
     return line.target.lane == (number if line.direction > 0 else number - 1)

@@ -9,9 +9,8 @@ with one key that starts with ``$``:
     a tensor          {"$tensor": its name}         a module          {"$object": {...}}, see `object_node`
     a sharded tensor  {"$sharded": {...}}, see `sharded_node`
 
-The format never names a class that loading would have to import. Types must match exactly: a subclass of ``int`` would
-be loaded
-as a plain ``int``, so it is refused.
+The format never names a class that loading would have to import. Types must match exactly: a subclass of ``int`` would be
+loaded as a plain ``int``, so it is refused.
 
 The place of a value is its *path*: the keys that lead to it, joined by ``/`` (``model/0.weight``). Paths are unique, so
 they name the tensors.

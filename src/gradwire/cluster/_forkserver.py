@@ -202,7 +202,7 @@ def _prepare_to_be_copied() -> None:
     """Make forking, and exiting the forked process, as cheap as possible."""
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
-    # What torch wants done at the end of the interpreter takes 30 ms, and workers have no need of it.
+    # The functions that torch registers for the end of the interpreter take 30 ms, and workers do not need them.
     for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
 

@@ -1,4 +1,4 @@
-"""What gradwire asks Ray beyond its public interface; each name has a fallback here and a test in ``tests/unit``.
+"""Private names of Ray that gradwire uses; each has a fallback here and a test in ``tests/unit``.
 
 Ray is imported when this module is, which takes more than half a second: only `gradwire.cluster.ray_scheduler` does so.
 """
@@ -16,10 +16,10 @@ _READ_ONLY_NODE_TYPE = "node_"  # Ray's monitor makes up such names where no aut
 
 
 def requires_token() -> bool:
-    """Whether the servers of this process's Ray want a token.
+    """Return whether the servers of this process's Ray require a token.
 
-    In a driver it only says whether one is sent: a driver with a token can join a cluster that wants none. Workers have the
-    setting of their node.
+    In a driver this only says whether one is sent: a driver with a token can join a cluster that requires none. Workers have
+    the setting of their node.
     """
     try:
         from ray._private.authentication.authentication_utils import is_token_auth_enabled
@@ -29,7 +29,7 @@ def requires_token() -> bool:
 
 
 def is_client() -> bool:
-    """Whether this process is connected through Ray Client, a proxy."""
+    """Return whether this process is connected through Ray Client, a proxy."""
     try:
         from ray.util.client import ray as client
     except ImportError:
@@ -48,7 +48,7 @@ def free_by_node() -> Mapping[str, Mapping[str, float]]:
 
 
 def can_grow() -> bool:
-    """Whether an autoscaler may add nodes to the cluster; True where that cannot be known."""
+    """Return whether an autoscaler may add nodes to the cluster; True where that cannot be known."""
     try:
         from ray._private.state import state
         from ray.experimental.internal_kv import _internal_kv_get

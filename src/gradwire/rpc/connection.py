@@ -240,6 +240,9 @@ class Connection:
     def _on_handshake(self, frame: Frame) -> None:
         handshake = self._handshake
         assert handshake is not None
+        if isinstance(frame.message, Goodbye):  # the caller gave up, because of a deadline for example
+            self.reader.end(ConnectionClosed(frame.message.reason))
+            return
         deadline = time.monotonic() + 1.0
         try:
             answer = handshake.on_message(frame.message, self.stream.channel.certified_names())

@@ -144,7 +144,7 @@ class DeadWorkers:
     def add(
         self, worker: Worker, others: Collection[Worker], held: dict[int, int], has_shared: bool
     ) -> list[ReportDeath]:
-        """A worker died; `has_shared` if this worker shares anything that the dead one, or others through it, might have."""
+        """Handle a death; `has_shared` if this worker shares anything that the dead one, or others through it, may have."""
         self.dead.add(worker)
         has_owed = any(survivor == worker for survivor, _ in self._unacknowledged)
         self._unacknowledged = {pair for pair in self._unacknowledged if pair[0] != worker}
@@ -241,7 +241,7 @@ class Ownership:
 
     @property
     def counts(self) -> tuple[int, int, int, int]:
-        """Values here, forks here, forks here that the owner has not confirmed, forks sent and not accepted."""
+        """Count values, forks, forks that the owner has not confirmed, and forks that were sent and not accepted."""
         pending = sum(fork.phase is ForkPhase.PENDING for fork in self._forks.values())
         return len(self._values), len(self._forks), pending, len(self._children)
 
@@ -251,7 +251,7 @@ class Ownership:
         self._values.setdefault(rref_id, Value()).is_needed = True
 
     def needed_again(self, rref_id: int, fork_id: int) -> None:
-        """This worker's own code has one more reference: to its own value (fork 0), or through a fork that it has."""
+        """Handle a new reference of this worker's code: to its own value (fork 0), or through a fork that it has."""
         held = self._forks.get(fork_id) if fork_id else self._values.get(rref_id)
         if held is not None:
             held.is_needed = True
@@ -264,7 +264,7 @@ class Ownership:
         return self._free_if_unheld(rref_id)
 
     def value_created(self, rref_id: int, fork_id: int, user: Worker) -> bool:
-        """A call arrived that makes a value for another worker; False if that worker gave it up, or may not have it."""
+        """Handle a call that makes a value for another worker; False if that worker gave it up, or may not have it."""
         value = self._values.get(rref_id)
         is_taken = value is not None and value.maker != user
         if is_taken or user in self._deaths.dead or not self._can_list(rref_id, fork_id, user):
@@ -278,7 +278,7 @@ class Ownership:
         return True
 
     def value_expected(self, rref_id: int, maker: Worker | None, by: Worker) -> bool:
-        """A worker named a value that `maker` may still have to make; False if it is not here and never will be."""
+        """Handle the name of a value that `maker` may still have to make; False if it is not here and never will be."""
         if rref_id in self._values:
             return True
         if maker is None or self._has_ended(maker, rref_id) or maker in self._deaths.dead or not self.can_expect(by):
@@ -371,7 +371,7 @@ class Ownership:
         return self._break([fork_id], reason) if self.phase_of(fork_id) is ForkPhase.PENDING else []
 
     def confirmed(self, fork_id: int, by: Worker, is_known: bool = True) -> list[Action]:
-        """The owner reports that a fork of this worker is listed, or that it is not and never will be."""
+        """Handle the owner's report that a fork of this worker is listed, or that it is not and never will be."""
         fork = self._forks.get(fork_id)
         if fork is None:
             if not is_known:  # the message that carries it may still arrive
@@ -410,7 +410,7 @@ class Ownership:
         return actions
 
     def _accept(self, fork_id: int) -> list[Action]:
-        """The owner has listed a fork, or is dead: the worker that sent the fork need not keep its own any longer."""
+        """Let the sender of a fork drop its own: the owner has listed the fork, or is dead."""
         fork = self._forks[fork_id]
         parent, fork.parent = fork.parent, None
         if parent is None:
@@ -420,7 +420,7 @@ class Ownership:
     # -- references in transit ---------------------------------------------------------------------------------------
 
     def sent(self, rref_id: int, parent: int | None, child: int, to: Worker) -> bool:
-        """A reference is about to travel: to a value of this worker (`parent` None), or through a fork of it."""
+        """Prepare to send a reference: to a value of this worker (`parent` None), or through one of its forks."""
         if parent is None:
             if rref_id not in self._values:
                 return False  # there is nothing to send, as below
@@ -434,13 +434,13 @@ class Ownership:
         return True
 
     def not_sent(self, child: int) -> list[Action]:
-        """The message will certainly never arrive."""
+        """Handle that the message with a fork will certainly never arrive."""
         return self._end_child(child, is_taken=False)
 
     def received(
         self, rref_id: int, fork_id: int, owner: Worker, sender: Worker, maker: Worker | None = None
     ) -> list[Action] | None:
-        """A reference arrived; `maker` may still have to make its value. None if it cannot be used."""
+        """Handle the arrival of a reference, whose value `maker` may still have to make; None if it cannot be used."""
         if sender in self._deaths.dead or owner in self._deaths.dead:
             return None
         if owner == self._own:
@@ -513,7 +513,7 @@ class Ownership:
         return [*self._deaths.remove(worker), *self._forget_dead()]
 
     def worker_lost(self, worker: Worker, others: Collection[Worker], reason: str = _LOST) -> list[Action]:
-        """A worker died, or seems to have; `others` are those still alive, without this one."""
+        """Handle a presumed death; `others` are the workers that are still alive, without this one."""
         in_transit = {fork_id: child.rref_id for fork_id, child in self._children.items() if child.to == worker}
         held = self._listed.get(worker, {}) | in_transit
         # Others may have forks that are not listed, but protected by those that are listed here or were sent from here.
@@ -524,7 +524,7 @@ class Ownership:
         return [*actions, *self._acknowledge_death(worker), *reports, *self._forget_dead()]
 
     def break_forks_of(self, owner: Worker, reason: str = _LOST) -> list[Action]:
-        """A worker is lost, or never existed: make the references to its values unusable."""
+        """Make the references to the values of a worker unusable: it is lost, or never existed."""
         return self._break([fork_id for fork_id, fork in self._forks.items() if fork.owner == owner], reason)
 
     def incarnation_ended(self, worker: Worker) -> None:
@@ -536,7 +536,7 @@ class Ownership:
     def death_reported(
         self, by: Worker, dead: Worker, round_: int, *, is_connected: bool, is_known: bool
     ) -> list[Action]:
-        """A worker wants a death acknowledged; `is_known` if the dead worker was ever connected with this one."""
+        """Handle a request to acknowledge a death; `is_known` if the dead worker was ever connected to this one."""
         if is_known and not is_connected:
             self._deaths.dead.add(dead)
         self._deaths.reported(by, dead, round_)
@@ -660,7 +660,7 @@ class ReferenceProtocol:
         self.ownership.incarnation_ended(worker)
 
     def worker_refuted(self, worker: Worker, reason: str) -> list[LocalAction]:
-        """No such worker ever existed."""
+        """Handle that no such worker ever existed."""
         local = self.put(self.ownership.break_forks_of(worker, reason))
         self.outbox.drop(worker)
         return local

@@ -1,10 +1,10 @@
-"""Parts on the ranks of a process group: every rank runs the same program.
+"""The backend of process groups: every rank runs the same program and holds its own parts.
 
-Backward is collective, too: the gradient of what was moved comes from the ranks that it was moved to. Autograd runs the
-nodes of a graph in the order in which they were made, last first, and all ranks have made the same; so every rank meets the
-others in the same order there.
+Backward is collective as well: the gradients of elements that were moved come back from the ranks that received them.
+Autograd runs nodes in reverse order of their creation, and all ranks create the same nodes. So all ranks reach the
+collectives of a backward pass in the same order.
 
-`all_or_none` is the agreement of ranks: an action that fails on one rank is an error on all of them.
+`all_or_none` lets the ranks agree: an action that fails on one rank is an error on all of them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 class GroupBackend(Backend):
     """The backend of a process group.
 
-    A rank outside of the group can have the backend, too: it knows the tensor, has no part of it, and exchanges nothing.
+    A rank outside of the group can have the backend as well: it knows the tensor, holds no part, and exchanges nothing.
     """
 
     def __init__(self, group: Any = None) -> None:
@@ -64,8 +64,8 @@ class GroupBackend(Backend):
         return tuple(range(dist.get_world_size(self.group)))
 
     def complete(self, layout: Layout) -> Layout:
-        # Every rank takes part in every operation, and in the backward of it: so every rank has a part of each sharded
-        # tensor, if only an empty one.
+        # Every rank takes part in every operation and its backward, so every rank has a part of each sharded tensor, which
+        # may be empty.
         missing = tuple(place for place in self.participants if place not in layout.places)
         return Layout(layout.boxes + (nothing(len(layout.boxes[0].sizes)),) * len(missing), layout.places + missing)
 
@@ -124,7 +124,7 @@ class GroupBackend(Backend):
 
 
 class NoGroupBackend(GroupBackend):
-    """The backend of shards that belong to no process group: they can be looked at, and nothing else."""
+    """The backend of shards without a process group: they can be read, but no operation runs on them."""
 
     _group = None
     own_place = -1  # not a rank of anything; shards that are here have this number in the layout
@@ -206,7 +206,7 @@ _FAILED, _NO_TENSOR = -1, -2
 
 
 class _Inquiry:
-    """One question of every rank to all parts. Every rank answers for its own parts."""
+    """One question from every rank to all parts. Each rank answers for its own parts."""
 
     def __init__(self, group: Any, question: Question, layout: Layout) -> None:
         self.group, self.question = group, question
@@ -275,9 +275,9 @@ class _Inquiry:
     def _exchange_pieces(
         self, outgoing: Sequence[Sequence[torch.Tensor]], sizes: Sequence[Sequence[int]], has_gradient: bool
     ) -> list[list[torch.Tensor]]:
-        """Send a list of flat tensors to every rank, and return such lists from every rank, whose sizes are known.
+        """Send a list of flat tensors to every rank, and return the lists received, whose sizes are known.
 
-        If any rank's have a gradient, all have one: all take part in backward then.
+        If the tensors of any rank need gradients, those of all ranks do, because backward is collective.
         """
         sent = [sum(item.numel() for item in items) for items in outgoing]
         flat = torch.cat([item for items in outgoing for item in items])
@@ -310,7 +310,7 @@ def _by_asker(answers: Sequence[torch.Tensor], lengths: Sequence[Sequence[int]])
     return torch.cat([of_box[asker].reshape(-1) for asker in range(len(lengths)) for of_box in pieces])
 
 
-# What a backward does is differentiable, too: gradients of gradients take the same ways.
+# These backward functions are differentiable themselves, for gradients of gradients.
 
 
 def _exchange(group: Any, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -321,7 +321,7 @@ def _exchange(group: Any, flat: torch.Tensor, sent: list[int], received: list[in
 
 
 class _Exchange(torch.autograd.Function):
-    """`redistribute.exchange`: the gradient of what went to a rank comes from there."""
+    """`redistribute.exchange`; gradients return from the ranks that the elements were sent to."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, flat: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
@@ -335,7 +335,7 @@ class _Exchange(torch.autograd.Function):
 
 
 class _Move(torch.autograd.Function):
-    """Parts of one layout from those of another."""
+    """Move parts from one layout to another."""
 
     @staticmethod
     def forward(
@@ -347,13 +347,13 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         group, old, new = ctx.move
-        is_sum = find_overlap(new.boxes) is not None  # of what went to several ranks, the gradients add up
+        is_sum = find_overlap(new.boxes) is not None  # gradients of elements that went to several ranks add up
         found = _Move.apply(group, new, old, gradients[0], is_sum, *gradients)  # type: ignore[no-untyped-call]
         return None, None, None, None, None, *found
 
 
 class _Replicate(torch.autograd.Function):
-    """The whole tensor on every rank. The gradient is the same everywhere, so every rank takes what is its own."""
+    """Gather the whole tensor on every rank. Its gradient is the same on all ranks, so each rank keeps its own part."""
 
     @staticmethod
     def forward(
@@ -375,7 +375,7 @@ class _Replicate(torch.autograd.Function):
 
 
 class _Total(torch.autograd.Function):
-    """The tensor itself; its gradient is the sum over all ranks."""
+    """Return the tensor itself; its gradient is summed over all ranks."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -388,7 +388,7 @@ class _Total(torch.autograd.Function):
 
 
 class _Sum(torch.autograd.Function):
-    """The sum over all ranks. Its gradient is the same everywhere, and is that of each of them."""
+    """Sum over all ranks. The gradient is the same on all ranks, and each summand has that gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, tensor: torch.Tensor) -> torch.Tensor:

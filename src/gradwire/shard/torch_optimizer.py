@@ -1,7 +1,7 @@
 """Drives torch's optimizers: makes, calls and steps them, and loads their state.
 
-What torch puts around every step for hooks and profilers costs more than a small step itself, and is left out while there
-are none. The numbers are the same.
+The code that torch runs around every step for hooks and profilers takes longer than a small step itself. It is skipped while
+there are none; the results are the same.
 
 Torch wraps `add_param_group`, `state_dict`, `load_state_dict` and `zero_grad` in a guard that keeps its compiler from
 tracing them, and imports the compiler (`torch._dynamo`: seconds, and 70 MB) to do so. Without the compiler in the process
@@ -91,14 +91,14 @@ def method_of(optimizer: Any, name: str) -> Callable[..., Any]:
 
 
 def _inside(optimizer_class: type[Any], name: str) -> Any:
-    """Return the function inside of torch's guard; None if there is no such guard, or it has something to do."""
+    """Return the function inside torch's guard; None if there is no guard, or the compiler is loaded."""
     known: Any = getattr(optimizer_class, name, None)
     is_guard = known is getattr(Optimizer, name) and known.__globals__["__name__"] == "torch._compile"
     return known.__wrapped__ if is_guard and "torch._dynamo" not in sys.modules else None
 
 
 def is_watched(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a hook or a profiler is to see the steps of an optimizer."""
+    """Return whether hooks or a profiler observe the steps of an optimizer."""
     return bool(
         optimizer_hooks(optimizer, "step_pre")
         or optimizer_hooks(optimizer, "step_post")
@@ -108,7 +108,7 @@ def is_watched(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def quick_step(optimizer: torch.optim.Optimizer) -> Callable[..., Any]:
-    """Return the step of an optimizer of torch's, to be called with grad mode off."""
+    """Return the step function of one of torch's optimizers, to be called with grad mode off."""
     if optimizer.defaults.get("differentiable"):  # it turns grad mode on
         return optimizer.step
     kind = type(optimizer)

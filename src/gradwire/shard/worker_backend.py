@@ -1,12 +1,12 @@
-"""Parts on RPC workers: one worker runs the program, and calls functions where the parts are.
+"""The backend of RPC workers: one worker runs the program, and calls functions where the parts are.
 
-Every call is an ordinary call of `gradwire.rpc`. So inside a context it is recorded, and `backward` goes through it.
-A part is a reference to a tensor; one that is on this worker is the tensor itself. Calls need not wait for each other: a
-function whose argument is still being made waits for it where it runs.
+Every call is an ordinary call of `gradwire.rpc`, so inside a context it is recorded and `backward` goes through it. A part
+is a reference to a tensor, or the tensor itself if it is on this worker. Calls need not wait for each other: a function
+whose argument is still being computed waits for it where it runs.
 
-Parts may be on devices, each on another one. Functions run on the device of the part that they are called for. Other tensors
-travel in the host's memory, whatever devices their workers have, and are put beside the part; what comes back is put on the
-device that `like` tells.
+Parts may be on different devices. A function runs on the device of the part that it is called for. Other tensors travel in
+host memory, whatever devices their workers have, and are copied to the device of the part; results are put on the device
+of `like`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from gradwire.wire.devices import CPU, move_all
 
 Range = tuple[int, int]  # start and end
 Piece = tuple[Part, list[Range] | None, list[Range]]
-"""Something to put into a tensor: the part it is taken from, where it is in that (None: all of it), and where it goes."""
+"""A piece of a tensor: the part it is taken from, its position there (None: the whole part), and its position here."""
 
 
-# What may not be made yet, by id, until it is dropped. Single operations only: it may end in any thread.
+# Results that may not be ready yet, by id, until they are dropped. Atomic operations only: any thread may drop one.
 _started: dict[int, weakref.ref[RRef[Any]]] = {}
 
 
 def _start(place: Place, function: Callable[..., Any], arguments: tuple[Any, ...]) -> RRef[Any]:
-    """Call a function elsewhere, with gradients on or off as they are here."""
+    """Call a function on another worker, in the grad mode of this thread."""
     made: RRef[Any] = remote(place, _in_mode, (torch.is_grad_enabled(), function, arguments))
     number = id(made)
     _started[number] = weakref.ref(made, lambda _: _started.pop(number, None))
@@ -115,9 +115,8 @@ class WorkerBackend(Backend):
         return self.divide(rows, layout)
 
     def ask(self, question: Question, layout: Layout, parts: Sequence[Part]) -> list[torch.Tensor]:
-        # One call to each part of which anything is asked. If the question says so, the others are called, too: their
-        # gradient is zero then, not None. To an optimizer that is not the same, and all parts of a parameter must be
-        # stepped alike.
+        # One call to each part that is asked for anything. If the question says so, the others are called as well: their
+        # gradient is zero then, not None. Optimizers tell these apart, and all parts of a parameter must be stepped alike.
         if question.error is not None:
             raise question.error
         here, answers, waiting = self.own_place, {}, {}
@@ -145,7 +144,7 @@ class WorkerBackend(Backend):
         for future in [item._get_future() for item in waiting]:
             with contextlib.suppress(Exception):
                 future.wait()
-        for made in waiting:  # only now: another thread may have to wait for them, too
+        for made in waiting:  # only now: another thread may be waiting for them as well
             _started.pop(id(made), None)
         for part in parts:
             if isinstance(part, RRef):
@@ -220,7 +219,7 @@ def assemble(
 ) -> torch.Tensor:
     """Put a tensor together from pieces; fetch those that are elsewhere, all at once.
 
-    They cover the tensor, unless `is_sum`: then those that overlap add up, and what none of them covers is zero.
+    They cover the tensor, unless `is_sum`: then overlapping pieces add up, and elements that no piece covers are zero.
     """
     futures = {
         number: rpc.rpc_async(part.owner(), take_to_host, args=(part, source))
@@ -240,7 +239,7 @@ def assemble(
 
 
 class _Assemble(torch.autograd.Function):
-    """A tensor of pieces, each of which takes its part of the gradient."""
+    """Assemble a tensor from pieces; each receives its part of the gradient."""
 
     @staticmethod
     def forward(

@@ -20,7 +20,7 @@ from gradwire.transports.tls import check_identity
 from gradwire.types import Trust, WorkerAddress
 from gradwire.versions import Versions, find_conflict, own_versions
 from gradwire.wire.exceptions import clean
-from gradwire.wire.messages import Challenge, Hello, Lane, Message, Proof, Refused, Welcome
+from gradwire.wire.messages import Challenge, Goodbye, Hello, Lane, Message, Proof, Refused, Welcome
 
 _NONCE_BYTES = 16
 _MAX_REASON_BYTES = 2048
@@ -29,7 +29,7 @@ _encode = msgspec.msgpack.Encoder().encode
 Admit = Callable[[WorkerAddress], None]
 """Called with a worker that has proved its identity; raises AuthenticationFailed if it is not admitted."""
 
-LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof})
+LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof, Goodbye})  # the last from a caller that gives up
 CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refused})
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import quick_python
 from checkpoint.programs import Training, die_at, limit_files, save_there, wait_at
 from cluster.scripts import Script
 from gradwire import checkpoint, rpc
@@ -90,7 +91,7 @@ def died(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A save in one process, killed at every point: the folder with a checkpoint for each, and how each process ended."""
     folder = tmp_path_factory.mktemp("died")
     text = SAVE_AND_DIE.format(tests=TESTS, points=POINTS, folder=str(folder))
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=100, check=True)
+    run = quick_python.run([sys.executable, "-c", text], timeout=100, check=True)
     return folder, run.stdout
 
 

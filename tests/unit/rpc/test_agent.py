@@ -28,7 +28,7 @@ from gradwire.transports.handshake import CALLER_ACCEPTS, CallerHandshake
 from gradwire.types import WorkerInfo
 from gradwire.wire import framing
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Message
+from gradwire.wire.messages import Call, Goodbye, Message
 
 
 class Crowd:
@@ -239,6 +239,31 @@ def test_a_handshake_out_of_turn_ends_only_its_connection(
             answer = handshake.on_message(rogue.receive(time.monotonic() + 10).message, None)
     rogue.close()
     assert "please report" not in caplog.text
+    assert first.call("b", add, (1, 2)) == 3
+
+
+@pytest.mark.parametrize("num_messages", [1, 2])
+def test_a_caller_may_give_up_during_the_handshake(
+    make_agents: MakeAgents, num_messages: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its goodbye is read together with its first or its last message."""
+    first, second = make_agents(2, "inproc")
+    stream = first.transports["inproc"].connect(second.address.uris[0], time.monotonic() + 10)
+    stream.decoder.accept = CALLER_ACCEPTS
+    handshake = CallerHandshake(first.identity, second.address, "calls")
+    message: Message | None = handshake.begin()
+    sent = b""
+    for number in range(num_messages):
+        assert message is not None
+        sent = framing.encode(message)
+        if number + 1 < num_messages:
+            write_raw(stream, sent)
+            message = handshake.on_message(stream.receive(time.monotonic() + 10).message, None)
+    with caplog.at_level(logging.INFO, "gradwire"):
+        write_raw(stream, sent + framing.encode(Goodbye("the connection attempt was abandoned")))
+        stream.close()
+        wait_until(lambda: not second.server.incoming, 10, "that the connection is forgotten")
+        assert caplog.text == ""
     assert first.call("b", add, (1, 2)) == 3
 
 

@@ -1,0 +1,15 @@
+"""The order of the test files names files that exist."""
+
+from __future__ import annotations
+
+from file_order import LONGEST, TESTS, number_of
+
+
+def test_every_listed_file_exists_and_is_listed_once() -> None:
+    assert [name for name in LONGEST if not (TESTS / name).is_file()] == []
+    assert len(set(LONGEST)) == len(LONGEST)
+
+
+def test_listed_files_come_first_and_in_order() -> None:
+    paths = [TESTS / "unit" / "test_errors.py", *(TESTS / name for name in reversed(LONGEST))]
+    assert sorted(paths, key=number_of) == [*(TESTS / name for name in LONGEST), paths[0]]
