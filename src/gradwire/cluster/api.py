@@ -43,7 +43,7 @@ from gradwire.wire.devices import read_device_map
 
 if TYPE_CHECKING:
     from gradwire.cluster.cluster_metrics import ClusterMetrics, ScrapedMember
-    from gradwire.dashboard.server import Dashboard
+    from gradwire.dashboard.web_server import Dashboard
 
 T = TypeVar("T")
 
@@ -744,7 +744,7 @@ class Cluster:
             ConfigurationError: A package is missing, or the port cannot be used.
             WorkerLost: The cluster was closed.
         """
-        from gradwire.dashboard.server import Dashboard
+        from gradwire.dashboard.web_server import Dashboard
 
         with self._lock:
             if self._is_closed:

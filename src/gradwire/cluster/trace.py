@@ -238,7 +238,7 @@ class Trace:
             if events is not None:
                 parts.append(self._part(name, known[name], found, events))
         self._ask_each(recorded, END, lambda _: (self._number,), _ASK_S, None)
-        parts.sort(key=lambda part: (part.worker == self._agent.info.name, part.rank))
+        parts.sort(key=lambda part: (part.worker != self._agent.info.name, part.rank))  # the driver comes first
         self._write(parts)
         self.workers = tuple(self._summaries(parts))
         for item in self.workers:

@@ -19,18 +19,18 @@ def write_chrome_trace(file: IO[bytes], parts: Sequence[WorkerEvents], attribute
     file.write(b'{"displayTimeUnit":"ns","otherData":' + _encode({**attributes, "gradwire.zero_ns": zero_ns}))
     file.write(b',"traceEvents":[\n')
     separator = b""
-    for part in parts:
-        for item in _events_of(part, zero_ns):
+    for number, part in enumerate(parts, 1):
+        for item in _events_of(part, number, zero_ns):
             file.write(separator + _encode(item))
             separator = b",\n"
     file.write(b"\n]}\n")
 
 
-def _events_of(part: WorkerEvents, zero_ns: int) -> Iterator[dict[str, Any]]:
-    process = part.rank + 1  # its own, not that of the system: two machines may have the same
+def _events_of(part: WorkerEvents, process: int, zero_ns: int) -> Iterator[dict[str, Any]]:
+    # Processes are counted: those of two machines may have the same number.
     about = {"name": f"{part.worker} ({part.host}, pid {part.pid})"}
     yield {"ph": "M", "name": "process_name", "pid": process, "args": about}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": part.rank}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
     for number, track in enumerate(tracks_of(part), 1):
         place = {"pid": process, "tid": number}
         yield {"ph": "M", "name": "thread_name", **place, "args": {"name": track.title}}

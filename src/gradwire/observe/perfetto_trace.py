@@ -72,7 +72,7 @@ def write_perfetto_trace(file: IO[bytes], parts: Sequence[WorkerEvents]) -> None
         # Two machines, or two workers of one process, may have the same number: they are two processes here.
         pid = part.pid if pids.count(part.pid) == 1 else _INT64_MAX % (1 << 30) - part.rank
         uuid = (number + 1) * _UUID_STEP
-        writer.add_process(uuid, pid, f"{part.worker} ({part.host})", part.rank)
+        writer.add_process(uuid, pid, f"{part.worker} ({part.host})", number)
         for order, track in enumerate(tracks_of(part), 1):
             writer.add_track(uuid, uuid + order, track, order)
 
@@ -105,11 +105,11 @@ class _Writer:
             clock.clock_id, clock.timestamp = number, time.clock_gettime_ns(source)
         self._write(packet)
 
-    def add_process(self, uuid: int, pid: int, name: str, rank: int) -> None:
+    def add_process(self, uuid: int, pid: int, name: str, order: int) -> None:
         packet = self._packet()
         track = packet.track_descriptor
         track.uuid, track.process.pid, track.process.process_name = uuid, pid, name
-        track.process.legacy_sort_index = rank
+        track.process.legacy_sort_index = order
         track.child_ordering = self._protos.TrackDescriptor.ChildTracksOrdering.EXPLICIT
         self._write(packet)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import json
 import operator
 import os
 import re
@@ -328,6 +329,22 @@ def check_output(cluster: Cluster) -> None:
         worker.call(_print_both, worker.rank)
 
 
+def check_trace(cluster: Cluster) -> None:
+    """Check that one trace has the calls of all workers, and arrows between them."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "run.json")
+        with cluster.trace(path) as trace:
+            for worker in cluster.workers:
+                worker.call(abs, -1)
+        assert [item.problem for item in trace.workers] == [None] * (1 + len(cluster.workers))
+        entries = json.loads(path.read_text())["traceEvents"]
+    runs = [item["pid"] for item in entries if item["name"] == "run abs"]
+    assert len(set(runs)) == len(runs) == len(cluster.workers)
+    sent, received = ({item["id"] for item in entries if item["ph"] == kind} for kind in "sf")
+    assert sent == received
+    assert len(sent) == 2 * len(cluster.workers)
+
+
 def check_failed_start(start: Start) -> None:
     """Check that a worker that cannot start raises an error with its traceback, and leaves nothing behind."""
     with _raises(WorkerStartFailed, "ModuleNotFoundError", "gradwire_has_no_such_module"):
@@ -399,6 +416,7 @@ _ON_ONE_CLUSTER = (
     check_checkpoint,
     check_exceptions,
     check_output,
+    check_trace,
 )
 
 

@@ -76,7 +76,7 @@ def test_all_workers_are_on_one_time_line(cluster: Cluster, tmp_path: Path) -> N
     } <= kinds
     assert {("driver", "optimizer_step"), ("worker0", "optimizer_step"), ("worker0", "rref")} <= kinds
     assert [(item.name, item.problem, item.num_dropped) for item in trace.workers] == [
-        (name, None, 0) for name in ("worker0", "worker1", "driver")
+        (name, None, 0) for name in ("driver", "worker0", "worker1")
     ]
     assert sum(item.num_events for item in trace.workers) == len(slices)
 
@@ -158,7 +158,7 @@ def test_number_of_events_is_bounded(cluster: Cluster, tmp_path: Path, caplog: p
     with cluster.trace(tmp_path / "run.zip", max_events=20) as trace:
         for _ in range(20):
             rpc.rpc_sync("worker0", abs, args=(-1,))
-    driver, worker = trace.workers[-1], trace.workers[0]
+    driver, worker = trace.workers[0], trace.workers[1]
     assert (driver.num_events, worker.num_events) == (20, 20)
     assert driver.num_dropped == 60
     assert worker.num_dropped > 50

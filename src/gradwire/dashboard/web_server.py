@@ -40,8 +40,7 @@ try:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, RedirectResponse, Response
-    from starlette.routing import Mount, Route
-    from starlette.staticfiles import StaticFiles
+    from starlette.routing import Route
 except ImportError as error:
     raise ConfigurationError(
         f"the page needs the package {(error.name or '').partition('.')[0]}: run pip install 'gradwire[dashboard]'"
@@ -60,6 +59,14 @@ _START_S = 10.0
 _STOP_S = 5.0
 _MOST_REQUESTS = 100  # at a time
 _STALE_S = 0.5  # how old the answer to /api/state may be
+
+_MEDIA_TYPES = {
+    ".css": "text/css",
+    ".html": "text/html",
+    ".js": "text/javascript",
+    ".mjs": "text/javascript",
+    ".svg": "image/svg+xml",
+}
 
 _HEADERS = {
     "content-security-policy": (
@@ -211,6 +218,9 @@ class _Pages:
         self._access = access
         self._cookie = f"gradwire-{port}"  # browsers send the cookies of all ports of a host
         self._pool = ThreadPoolExecutor(2, "gradwire-driver-dashboard")  # asks workers, which takes time
+        # In memory: half a megabyte, and nothing else can be asked for.
+        paths = [path for path in STATIC.rglob("*") if path.suffix in _MEDIA_TYPES]
+        self._files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
         self._state: State | None = None
         self._num_watching = 0
         self._is_stopped = False
@@ -221,7 +231,7 @@ class _Pages:
             Route("/events", self._events),
             Route("/api/state", self._get_state),
             Route("/api/stacks", self._stacks),
-            Mount("/static", StaticFiles(directory=STATIC)),
+            Route("/static/{name:path}", self._static),
         ]
         self.app = Guard(Starlette(routes=routes), access, self._cookie)
 
@@ -254,7 +264,13 @@ class _Pages:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
 
     async def _page(self, request: Request) -> Response:
-        return HTMLResponse((STATIC / "index.html").read_text(encoding="utf-8"))
+        return HTMLResponse(self._files["index.html"])
+
+    async def _static(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        if name not in self._files:
+            return _problem(404, "the page has no such part")
+        return Response(self._files[name], media_type=_MEDIA_TYPES[Path(name).suffix])
 
     async def _get_state(self, request: Request) -> Response:
         state = await self._collect()
