@@ -22,6 +22,7 @@ IF_EXPORTED = (
     "gradwire.checkpoint",
     "gradwire.cluster",
     "gradwire.compat",
+    "gradwire.dashboard",
     "gradwire.nn",
     "gradwire.observe",
     "gradwire.optim",

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gradwire import autograd, rpc
-from gradwire.dashboard.server import STATIC, Dashboard
+from gradwire.dashboard.web_server import STATIC, Dashboard
 from gradwire.dashboard.worker_report import REPORT, serve_reports
 from gradwire.errors import ConfigurationError
 from gradwire.rpc import set_current_agent
@@ -280,12 +280,12 @@ def test_a_port_that_is_taken_is_named(dashboard: Dashboard, agents: list[Agent]
 
 
 def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "gradwire.dashboard.server")
+    monkeypatch.delitem(sys.modules, "gradwire.dashboard.web_server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(
         ConfigurationError, match=r"the page needs the package uvicorn: run pip install 'gradwire\[dashboard\]'"
     ):
-        __import__("gradwire.dashboard.server")
+        __import__("gradwire.dashboard.web_server")
 
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_port(dashboard: Dashboard) -> None:
