@@ -131,7 +131,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=options.browser, args=["--no-sandbox"])
         with training(cluster):
             for scheme in ("light", "dark"):
-                page = open_page(browser, cluster, 1200, scheme)
+                page = open_page(browser, cluster, 1340, scheme)
                 page.locator("#messages button").nth(4).wait_for()
                 wait_ticks(page, 12)
                 save(page.screenshot(full_page=True), folder / f"dashboard-{scheme}.png")
