@@ -19,12 +19,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import median
 from typing import Any
 
 SOURCE = Path(__file__).resolve().parents[1] / "src"
 CASES = {"noop": 60, "context": 15}  # steps in one turn
-NUM_ROUNDS = 300
+NUM_ROUNDS = 150
+NUM_REPEATS = 7
 
 
 def noop() -> None:
@@ -117,11 +118,25 @@ def measure(systems: dict[str, System], case: str, num_rounds: int) -> dict[str,
     return rounds
 
 
-def compare(rounds: dict[str, list[float]], name: str, base: str) -> dict[str, float]:
-    """The median of the ratios of all rounds, and the middle half of them."""
-    ratios = [one / other for one, other in zip(rounds[name], rounds[base], strict=True)]
-    low, middle, high = quantiles(ratios, n=4)
-    return {"ratio": round(middle, 4), "low": round(low, 4), "high": round(high, 4)}
+def compare(rounds: dict[str, list[float]], name: str, base: str) -> float:
+    """The median of the ratios of all rounds."""
+    return median(one / other for one, other in zip(rounds[name], rounds[base], strict=True))
+
+
+def measure_once(before: Path | None, num_rounds: int, is_reversed: bool) -> dict[str, dict[str, list[float]]]:
+    """Times of all rounds, by case and system, of new processes: two that run the same code may differ while they live."""
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = [("off", SOURCE, False), ("on", SOURCE, True)]
+        if before is not None:
+            wanted.append(("before", before, False))
+        systems = {name: System(source, folder, is_on) for name, source, is_on in wanted[:: -1 if is_reversed else 1]}
+        found = {}
+        for case in CASES:
+            measure(systems, case, 20)
+            found[case] = measure(systems, case, num_rounds)
+        for system in systems.values():
+            system.close()
+    return found
 
 
 def main() -> None:
@@ -129,6 +144,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--before", type=Path, metavar="SOURCE", help="the folder src of other code to compare with")
     parser.add_argument("--rounds", type=int, default=NUM_ROUNDS)
+    parser.add_argument("--repeats", type=int, default=NUM_REPEATS, help="how often new processes are started")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures")
     parser.add_argument("--drive", nargs=2, metavar=("MEETING", "ROLE"), help=argparse.SUPPRESS)
     parser.add_argument("--on", action="store_true", help=argparse.SUPPRESS)
@@ -136,23 +152,20 @@ def main() -> None:
     if arguments.drive:
         drive(arguments.drive[1], arguments.drive[0], arguments.on)
         return
-    found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        systems = {"off": System(SOURCE, folder, False), "on": System(SOURCE, folder, True)}
-        if arguments.before is not None:
-            systems = {"before": System(arguments.before.absolute(), folder, False), **systems}
-        for case in CASES:
-            measure(systems, case, 20)
-            rounds = measure(systems, case, arguments.rounds)
-            found[case] = {"us": {name: round(median(times) * 1e6, 1) for name, times in rounds.items()}}
-            for name, base in (("off", "before"), ("on", "off")):
-                if base in rounds:
-                    found[case][f"{name} / {base}"] = compare(rounds, name, base)
-            print(case, json.dumps(found[case]), flush=True)
-        for system in systems.values():
-            system.close()
+    before = None if arguments.before is None else arguments.before.absolute()
+    repeats = [measure_once(before, arguments.rounds, number % 2 == 1) for number in range(arguments.repeats)]
+    figures: dict[str, Any] = {}
+    for case in CASES:
+        found = [repeat[case] for repeat in repeats]
+        us = {name: round(median(median(one[name]) for one in found) * 1e6, 1) for name in found[0]}
+        figures[case] = {"us": us}
+        for name, base in (("off", "before"), ("on", "off")):
+            if base in us:
+                ratios = sorted(round(compare(one, name, base), 4) for one in found)
+                figures[case][f"{name} / {base}"] = {"median": median(ratios), "of each repeat": ratios}
+        print(case, json.dumps(figures[case]), flush=True)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
 
 
 if __name__ == "__main__":

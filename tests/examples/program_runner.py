@@ -54,6 +54,8 @@ def run(job: Job) -> int:
         os.environ.update(environment)
         level, logger.propagate, logger.handlers[:] = logging_state
         logger.setLevel(level)
+        if (module := sys.modules.get("gradwire.cluster.log_level")) is not None:
+            module._of_workers = None  # type: ignore[attr-defined]
     return 0
 
 

@@ -23,7 +23,7 @@ from gradwire import _interrupts
 from gradwire.cluster.driver import CLUSTER, DRIVER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
-from gradwire.cluster.log_level import tell_level
+from gradwire.cluster.log_level import level_of_workers, tell_level
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
@@ -109,6 +109,8 @@ class Cluster:
             "trace": self._timed_traces.record,
         }
         self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
+        if (level := level_of_workers()) is not None:
+            self._set_log_level(level)
 
     @property
     def name(self) -> str | None:
@@ -673,12 +675,13 @@ class Cluster:
         Raises:
             ConfigurationError: prometheus_client is not installed.
         """
-        with self._lock:
-            if self._metrics is None:
-                from gradwire.cluster.cluster_metrics import ClusterMetrics
+        from gradwire.cluster.cluster_metrics import ClusterMetrics
 
-                self._metrics = ClusterMetrics(self._agent, self._scraped_members)
-            return self._metrics
+        made = None if self._metrics is not None else ClusterMetrics(self._agent, self._scraped_members)
+        with self._lock:
+            found = self._metrics = self._metrics or made
+        assert found is not None
+        return found
 
     def _scraped_members(self) -> list[ScrapedMember]:
         from gradwire.cluster.cluster_metrics import ScrapedMember

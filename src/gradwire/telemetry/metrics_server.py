@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import socket
 import threading
+import weakref
 from functools import partial
 from socketserver import ThreadingMixIn
 from typing import Any
@@ -45,6 +47,7 @@ class MetricsServer:
         serve = partial(self._server.serve_forever, _POLL_S)
         self._thread = threading.Thread(target=serve, name="gradwire-metrics-http", daemon=True)
         self._thread.start()
+        _open_servers.add(self)
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
         self.port: int = self._server.server_address[1]
@@ -66,9 +69,25 @@ class MetricsServer:
             if self._is_closed:
                 return
             self._is_closed = True
+        _open_servers.discard(self)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(_STOP_S)
+
+    def leave_to_parent(self) -> None:
+        """Close the copy of the socket in a forked process, so that the port is free when the parent has ended."""
+        self._server.socket.close()
+
+
+_open_servers: weakref.WeakSet[MetricsServer] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for server in tuple(_open_servers):
+        server.leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 class _Server(ThreadingMixIn, WSGIServer):

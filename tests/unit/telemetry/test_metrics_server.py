@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import os
 import sys
 import urllib.request
+import warnings
 
 import pytest
 
@@ -32,6 +34,23 @@ def test_a_worker_serves_its_metrics_until_it_is_closed(make_agents: MakeAgents)
         server.close()
     finally:
         set_current_agent(None)
+
+
+def test_a_forked_process_does_not_keep_the_port(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    server = serve_worker(a, 0, "127.0.0.1")
+    descriptor = server._server.socket.fileno()
+    near, far = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        pid = os.fork()
+    if pid == 0:
+        os.write(far, b"open" if os.path.exists(f"/proc/self/fd/{descriptor}") else b"closed")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(near, 10) == b"closed"
+    os.close(near)
+    os.close(far)
 
 
 @pytest.mark.parametrize(
