@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import os
 import socket
 import threading
@@ -36,6 +35,7 @@ from gradwire.errors import ConfigurationError, GradwireError
 from gradwire.observe.chrome_trace import write_chrome_trace
 from gradwire.observe.clock import ClockMap, ClockOffset, ClockSample, estimate_offset
 from gradwire.observe.events import Event
+from gradwire.observe.log import get_logger
 from gradwire.observe.perfetto_trace import load_protos, write_archive, write_perfetto_trace
 from gradwire.observe.recorder import decode_events
 from gradwire.observe.timeline import WorkerEvents
@@ -61,7 +61,7 @@ _CLOSE_S = 10.0
 _MAX_AT_ONCE = 16
 _MAX_REASON_CHARS = 200
 
-_log = logging.getLogger("gradwire")
+_log = get_logger(__name__)
 _numbers = itertools.count(1)
 _lock = threading.Lock()  # guards _active
 _active: dict[int, Trace] = {}  # the trace under way of each driver, by the id of its agent
