@@ -13,6 +13,7 @@ import io
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -125,24 +126,19 @@ def main() -> None:
     options = parse()
     folder: Path = options.folder
     torch.set_num_threads(1)
+    sys.argv[0] = "train.py"  # the name of the cluster
     with sync_playwright() as playwright, gw.Cluster.local(3, names=["embed", "encode", "head"]) as cluster:
         browser = playwright.chromium.launch(executable_path=options.browser, args=["--no-sandbox"])
         with training(cluster):
             for scheme in ("light", "dark"):
-                page = open_page(browser, cluster, 1440, scheme)
+                page = open_page(browser, cluster, 1340, scheme)
                 page.locator("#messages button").nth(4).wait_for()
                 wait_ticks(page, 12)
                 save(page.screenshot(full_page=True), folder / f"dashboard-{scheme}.png")
                 page.close()
-            page = open_page(browser, cluster, 390, "light", 844)
-            page.locator("#messages button").nth(4).wait_for()
-            wait_ticks(page, 2)
-            clip = {"x": 0, "y": 0, "width": 390, "height": 1300}
-            save(page.screenshot(clip=clip, full_page=True), folder / "dashboard-narrow.png")  # type: ignore[arg-type]
-            page.close()
         with waiting(cluster):
             for scheme in ("light", "dark"):
-                page = open_page(browser, cluster, 1280, scheme)
+                page = open_page(browser, cluster, 1120, scheme)
                 page.locator("#waits-list .waits-for").first.wait_for()
                 wait_ticks(page, 2)
                 save(page.locator("#step").screenshot(), folder / f"dashboard-waiting-{scheme}.png")
@@ -153,7 +149,7 @@ def main() -> None:
             save(page.locator("#stacks").screenshot(), folder / "dashboard-stacks.png")
             page.close()
         with training(cluster):
-            page = open_page(browser, cluster, 1280, "light")
+            page = open_page(browser, cluster, 1120, "light")
             page.locator("#messages button").nth(4).wait_for()
             victim = cluster.status()[1].pid
             assert victim is not None
