@@ -33,6 +33,7 @@ from typing import Any, Final
 import torch
 
 from gradwire import _interrupts
+from gradwire._torch import neg_view
 from gradwire.config import MIB
 from gradwire.wire.devices import NoSuchDevice
 from gradwire.wire.tensors import LAYOUTS, sparse_parts, view_bytes
@@ -79,9 +80,9 @@ class HostCopies:
         if device not in self._streams:
             stream.wait_event(torch.accelerator.current_stream(device).record_event())
             self._streams[device] = stream
-        with stream:
+        with _handle(stream):
             made.copy_(part, non_blocking=True)
-        part.record_stream(stream)
+        _record_stream(part, stream)
         self._kept += (part, made)
         return made
 
@@ -144,7 +145,7 @@ def launch_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.
         return _with_parts(tensor, [launch_to_device(part, device) for part in sparse_parts(tensor)])
     if stream is None:
         return tensor.to(device)
-    with stream:
+    with _handle(stream):
         made = torch.empty_like(tensor, device=device)
         if tensor.numel():
             made.copy_(tensor, non_blocking=True)
@@ -158,7 +159,13 @@ def record_use(tensors: Iterable[torch.Tensor]) -> None:
         if not tensor.is_meta and _streams.get((tensor.device, _TO_DEVICE)) is not None:
             stream = torch.accelerator.current_stream(tensor.device)
             for part in (tensor,) if tensor.layout is torch.strided else sparse_parts(tensor):
-                part.record_stream(stream)
+                _record_stream(part, stream)
+
+
+def _record_stream(part: torch.Tensor, stream: torch.Stream) -> None:
+    plain = part.detach()
+    plain = plain.conj() if plain.is_conj() else plain  # torch would materialize the conj and neg bits, in place
+    (neg_view(plain) if plain.is_neg() else plain).record_stream(stream)
 
 
 def hand_over(tensors: Sequence[torch.Tensor]) -> None:
@@ -191,7 +198,7 @@ def on_default_streams() -> Iterator[None]:
         for current, default in pairs:
             default.wait_event(current.record_event())
             stack.callback(lambda pair: pair[0].wait_event(pair[1].record_event()), (current, default))
-            stack.enter_context(default)
+            stack.enter_context(_handle(default))
         torch.accelerator.set_device_index(index)  # a stream brings its device along
         yield
 
@@ -319,6 +326,11 @@ def _stream_of(device: torch.device, direction: str) -> torch.Stream | None:
             except (RuntimeError, ValueError, AssertionError, NotImplementedError):
                 _streams[key] = None
         return _streams[key]
+
+
+def _handle(stream: torch.Stream) -> torch.Stream:
+    """Return another object for a stream: each remembers what to return to, so threads must not enter the same one."""
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _wait_for(streams: dict[torch.device, torch.Stream], deadline: float | None) -> None:
