@@ -328,7 +328,6 @@ def give_slots_back() -> None:
         torch.accelerator.current_stream(ZERO).wait_event(event)
         with pytest.raises(RpcTimeout, match=f"{ZERO} has not computed"):
             a.call("b", _sum, tuple(made), None, 0.02)
-        assert arena.statistics().num_lent == 1
         wait_until(lambda: a.call("b", _sum, tuple(made)) == size and arena.statistics().num_lent == 0, 10.0, "a slot")
         assert arena.statistics().num_created - before.num_created <= 1  # while the other was in use
 
