@@ -415,7 +415,6 @@ def give_slots_back() -> None:
         torch.accelerator.current_stream(ZERO).wait_event(event)
         with pytest.raises(RpcTimeout, match=f"{ZERO} has not computed"):
             a.call("b", _sum, tuple(made), None, 0.02)
-        assert arena.statistics().num_lent == 1
         wait_until(lambda: a.call("b", _sum, tuple(made)) == size and arena.statistics().num_lent == 0, 10.0, "a slot")
         assert arena.statistics().num_created - before.num_created <= 1  # while the other was in use
 
@@ -617,7 +616,11 @@ def send_every_kind(transport: str) -> None:
         stack.enter_context(device.asynchronous(0.001))
         for name, expected in _tensors().items():
             try:
-                _check_equal(a.call(to, _echo, (expected,)), expected)
+                device.take_log()
+                found = a.call(to, _echo, (expected,))
+                operators = [entry for entry in device.take_log() if entry.what == "operator"]
+                assert expected.layout is not torch.strided or not operators, operators
+                _check_equal(found, expected)
             except Exception as error:
                 raise AssertionError(f"{name}: {error}") from error
         everything = {"cpu": torch.arange(3.0), **_tensors()}

@@ -85,7 +85,7 @@ class HostCopies:
         if device not in self._streams:
             stream.wait_event(torch.accelerator.current_stream(device).record_event())
             self._streams[device] = stream
-        with stream:
+        with _handle(stream):
             made.copy_(part, non_blocking=True)
         _keep_for(stream, part)
         self._kept += (part, made)
@@ -150,7 +150,7 @@ def launch_to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.
         return _with_parts(tensor, [launch_to_device(part, device) for part in sparse_parts(tensor)])
     if stream is None:
         return tensor.to(device)
-    with stream:
+    with _handle(stream):
         made = torch.empty_like(tensor, device=device)
         if tensor.numel():
             made.copy_(tensor, non_blocking=True)
@@ -210,7 +210,7 @@ def on_default_streams() -> Iterator[None]:
         for current, default in pairs:
             default.wait_event(current.record_event())
             stack.callback(lambda pair: pair[0].wait_event(pair[1].record_event()), (current, default))
-            stack.enter_context(default)
+            stack.enter_context(_handle(default))
         torch.accelerator.set_device_index(index)  # a stream brings its device along
         yield
 
@@ -385,6 +385,11 @@ def _stream_of(device: torch.device, direction: str) -> torch.Stream | None:
             except (RuntimeError, ValueError, AssertionError, NotImplementedError):
                 _streams[key] = None
         return _streams[key]
+
+
+def _handle(stream: torch.Stream) -> torch.Stream:
+    """Return another object for a stream: each remembers what to return to, so threads must not enter the same one."""
+    return torch.Stream(stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type)
 
 
 def _wait_for(streams: dict[torch.device, torch.Stream], deadline: float | None) -> None:
