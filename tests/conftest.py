@@ -21,7 +21,7 @@ import pytest
 import torch
 
 import quick_python
-from file_order import number_of
+from file_order import is_slow, number_of
 from gradwire.rpc.agent import Agent
 from gradwire.testing import LeakCheck, local_agents, wait_until
 from gradwire.testing.leaks import contexts_left
@@ -46,8 +46,12 @@ if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
     signal.signal(signal.SIGHUP, lambda *_: None)
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: number_of(item.path))
+    for item in items:
+        if is_slow(item.path):
+            item.add_marker("slow")
 
 
 def pytest_collection_finish() -> None:
