@@ -6,7 +6,8 @@
 Each system is a caller and a callee. They take turns of a few milliseconds, every other time in reverse order. A ratio is
 computed inside each round, between neighbours in time. `off` is this code while nothing is observed; `on` records events of
 both workers in memory. With ``--before``, `off` is compared with the code in that folder as well; with this folder itself,
-that shows how far apart equal times are on this machine.
+that shows how far apart equal times are on this machine. Times of a busy machine say little about 1 %, so the looks at
+`events.sink` that a step takes are counted as well, and one look is timed alone.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,6 +28,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src"
 CASES = {"noop": 60, "context": 15}  # steps in one turn
 NUM_ROUNDS = 150
 NUM_REPEATS = 7
+NUM_COUNTED = 50
 
 
 def noop() -> None:
@@ -118,6 +121,52 @@ def measure(systems: dict[str, System], case: str, num_rounds: int) -> dict[str,
     return rounds
 
 
+def count_hooks() -> dict[str, Any]:
+    """How often a step looks whether something is observed, at both ends together, and what one look takes.
+
+    Both ends are in this process. The time is the shortest of many, so it is the same on a busy machine.
+    """
+    sys.path.insert(0, str(SOURCE))
+    import types
+
+    import torch
+
+    from gradwire import autograd, rpc
+    from gradwire.observe import events
+    from gradwire.testing import local_agents
+
+    num_looks = 0
+
+    class Counting(types.ModuleType):
+        @property
+        def sink(self) -> None:
+            nonlocal num_looks
+            num_looks += 1
+
+    found: dict[str, Any] = {}
+    with local_agents(2) as agents:
+        rpc.set_current_agent(agents[0])
+        value = torch.ones(4, 4, requires_grad=True)
+        for case in CASES:
+            for number in range(NUM_COUNTED + 20):
+                if number == 20:
+                    num_looks, events.__class__ = 0, Counting
+                if case == "noop":
+                    rpc.rpc_sync("b", noop)
+                else:
+                    with autograd.context() as context_id:
+                        autograd.backward(context_id, [rpc.rpc_sync("b", double, args=(value,)).sum()])
+            time.sleep(0.2)  # releases are not waited for
+            events.__class__ = types.ModuleType
+            found[case] = round(num_looks / NUM_COUNTED, 1)
+        rpc.set_current_agent(None)
+    look = "began_ns = clock() if events.sink is not None else 0\nif began_ns:\n    pass\nif began_ns:\n    pass"
+    surroundings = {"events": events, "clock": time.monotonic_ns}
+    times = [min(timeit.repeat(code, globals=surroundings, number=1000, repeat=300)) for code in (look, "pass")]
+    found["ns of a look"] = round((times[0] - times[1]) * 1e6, 1)
+    return found
+
+
 def compare(rounds: dict[str, list[float]], name: str, base: str) -> float:
     """The median of the ratios of all rounds."""
     return median(one / other for one, other in zip(rounds[name], rounds[base], strict=True))
@@ -154,7 +203,8 @@ def main() -> None:
         return
     before = None if arguments.before is None else arguments.before.absolute()
     repeats = [measure_once(before, arguments.rounds, number % 2 == 1) for number in range(arguments.repeats)]
-    figures: dict[str, Any] = {}
+    figures: dict[str, Any] = {"hooks": count_hooks()}
+    print("hooks", json.dumps(figures["hooks"]), flush=True)
     for case in CASES:
         found = [repeat[case] for repeat in repeats]
         us = {name: round(median(median(one[name]) for one in found) * 1e6, 1) for name in found[0]}
