@@ -14,7 +14,7 @@ if TYPE_CHECKING or "gradwire_command" not in sys.modules:
     from gradwire.types import WorkerInfo
 
 if TYPE_CHECKING:
-    from gradwire import checkpoint, nn, optim, shard
+    from gradwire import checkpoint, nn, optim, shard, telemetry
     from gradwire.cluster import Cluster
     from gradwire.cluster.log_level import set_log_level
 
@@ -35,6 +35,7 @@ __all__ = [
     "runtime",
     "set_log_level",
     "shard",
+    "telemetry",
 ]
 
 _HOMES = {

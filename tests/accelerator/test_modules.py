@@ -131,5 +131,6 @@ def test_status_tells_the_memory_on_devices(cluster: Cluster) -> None:
     module = gw.nn.RemoteModule(f"worker1/{DEVICE}", nn.Linear, (1024, 1024), {"bias": False})
     first, second, _ = cluster.status()
     assert (second.device_bytes or 0) - (first.device_bytes or 0) >= 4 << 20
+    assert (second.device or "").startswith(device.NAME)
     assert "on devices" in str(cluster.status())
     del module

@@ -22,12 +22,14 @@ IF_EXPORTED = (
     "gradwire.checkpoint",
     "gradwire.cluster",
     "gradwire.compat",
+    "gradwire.dashboard",
     "gradwire.nn",
     "gradwire.observe",
     "gradwire.optim",
     "gradwire.rref",
     "gradwire.shard",
     "gradwire.shard.sharded_tensor",
+    "gradwire.telemetry",
     "gradwire.transports.tls",
 )
 

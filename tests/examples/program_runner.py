@@ -7,6 +7,7 @@ of their time.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import runpy
 import socket
@@ -37,7 +38,8 @@ def run(job: Job) -> int:
     sys.path[0] = str(Path(job.program).parent)
     torch.set_num_threads(NUM_THREADS)
     torch.set_rng_state(RANDOM_STATE)
-    environment = dict(os.environ)
+    environment, logger = dict(os.environ), logging.getLogger("gradwire")
+    logging_state = logger.level, logger.propagate, list(logger.handlers)
     if job.is_rank:
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
@@ -50,6 +52,10 @@ def run(job: Job) -> int:
     finally:
         os.environ.clear()
         os.environ.update(environment)
+        level, logger.propagate, logger.handlers[:] = logging_state
+        logger.setLevel(level)
+        if (module := sys.modules.get("gradwire.cluster.log_level")) is not None:
+            module._of_workers = None  # type: ignore[attr-defined]
     return 0
 
 

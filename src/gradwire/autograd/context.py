@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol
 
 import msgspec
 import torch
@@ -198,6 +198,14 @@ class RecordedRecv(msgspec.Struct, frozen=True):
         if self.node.is_watched:
             return True
         return any((tensor := output()) is not None and tensor.retains_grad for output in self.outputs)
+
+
+class ContextObserver(Protocol):
+    """Looks at contexts that were made on this worker; called in the thread of the program. Must not raise."""
+
+    def before_backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None: ...
+
+    def before_release(self, context_id: int) -> None: ...
 
 
 class DistAutogradContext:

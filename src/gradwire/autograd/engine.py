@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Collection, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -47,6 +47,7 @@ from gradwire.autograd.context import (
     PASS_BYTES,
     PASS_BYTES_PER_MESSAGE,
     AutogradStatistics,
+    ContextObserver,
     DistAutogradContainer,
     DistAutogradContext,
     RecordedRecv,
@@ -122,14 +123,6 @@ def all_open() -> list[DistEngine]:
     """Return the engines of all workers of this process that are not closed."""
     with _lock:
         return [item for item in _made if not item._agent.is_closed]
-
-
-class ContextObserver(Protocol):
-    """Looks at contexts that were made on this worker; called in the thread of the program. Must not raise."""
-
-    def before_backward(self, context_id: int, roots: Sequence[torch.Tensor]) -> None: ...
-
-    def before_release(self, context_id: int) -> None: ...
 
 
 class DistEngine:

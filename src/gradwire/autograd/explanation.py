@@ -82,6 +82,10 @@ def _describe_pass(worker: str, current: PassView, settlers: Mapping[int, str]) 
         stands = "; a run of the local engine is blocked on it" if send.is_gate else ""
         what = f"send {send.message_id:#x} of {send.function} ({send.site}) on worker {worker} to {send.peer}"
         lines.append(f"      {worker} waits for {settler}: {what}{way}{stands}")
+    for item in current.offered:
+        if settlers.get(item.message_id) == worker:  # the shortcut was not taken
+            way = f"send {item.message_id:#x} on to {item.peer} untouched, so it waits for the answer of {item.peer}"
+            lines.append(f"      {worker} passed {way}")
     return lines
 
 

@@ -5,18 +5,15 @@ from __future__ import annotations
 import webbrowser
 
 from gradwire.cli.console import fail, make_console, say, say_note
-from gradwire.cli.status_view import find_socket, name_of, names_of
-from gradwire.cluster.status_socket import NoReport, list_sockets, run_operation
+from gradwire.cli.status_view import choose_socket, name_of
+from gradwire.cluster.status_socket import NoReport, run_operation
 
 _TIMEOUT_S = 15.0  # the driver may have to import the server first
 
 
 def show_link(wanted: str | None, *, opens_browser: bool) -> None:
     """Print a link to the page of one cluster, and open it if that is wanted."""
-    paths = list_sockets()
-    if wanted is None and len(paths) != 1:
-        fail(f"name one of your clusters; {names_of(paths)}" if paths else names_of(paths))
-    path = paths[0] if wanted is None else find_socket(wanted, paths)
+    path = choose_socket(wanted)
     try:
         link = run_operation(path, "dashboard", _TIMEOUT_S)
     except NoReport as problem:

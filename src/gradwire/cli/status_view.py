@@ -42,13 +42,7 @@ def show_status(wanted: str | None, *, as_json: bool) -> None:
 
 def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> None:
     """Print the status repeatedly until the cluster is closed."""
-    if wanted is None:
-        paths = list_sockets()
-        if len(paths) != 1:
-            fail(f"--watch needs the name of a cluster: {names_of(paths)}")
-        path = paths[0]
-    else:
-        path = find_socket(wanted, list_sockets())
+    path = choose_socket(wanted)
     if as_json:
         while (report := read_unless_gone(path)) is not None:
             print(msgspec.json.encode(_as_data(path, report)).decode(), flush=True)
@@ -66,6 +60,16 @@ def watch_status(wanted: str | None, interval_s: float, *, as_json: bool) -> Non
     if last is not None:
         console.print(last)
     say(f"{name_of(path)} is closed.")
+
+
+def choose_socket(wanted: str | None) -> Path:
+    """Return the socket of the cluster that was named, or of the only one."""
+    paths = list_sockets()
+    if wanted is not None:
+        return find_socket(wanted, paths)
+    if len(paths) != 1:
+        fail(f"name one of your clusters; {names_of(paths)}" if paths else names_of(paths))
+    return paths[0]
 
 
 def find_socket(wanted: str, paths: list[Path]) -> Path:

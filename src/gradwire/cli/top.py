@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwire.cli.console import fail, make_console, say
-from gradwire.cli.status_view import find_socket, name_of, names_of, read_unless_gone
+from gradwire.cli.status_view import choose_socket, name_of, read_unless_gone
 from gradwire.cluster.status import WorkerStatus, format_bytes, format_duration, format_rate
-from gradwire.cluster.status_socket import ClusterReport, NoReport, list_sockets
+from gradwire.cluster.status_socket import ClusterReport, NoReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,7 +36,7 @@ _STATES = {"running": "green", "lost": "bold red", "ended": "dim"}
 
 def show_top(wanted: str | None, interval_s: float) -> None:
     """Show one cluster until it is closed or the user quits; a single time if the output is not a terminal."""
-    path = _choose(wanted)
+    path = choose_socket(wanted)
     report = read_unless_gone(path)
     console = make_console()
     if report is None:
@@ -55,15 +55,6 @@ def show_top(wanted: str | None, interval_s: float) -> None:
                 return
             report = read_unless_gone(path)
     say(f"{name_of(path)} is closed.")
-
-
-def _choose(wanted: str | None) -> Path:
-    paths = list_sockets()
-    if wanted is not None:
-        return find_socket(wanted, paths)
-    if len(paths) != 1:
-        fail(f"name the cluster to show: {names_of(paths)}" if paths else names_of(paths))
-    return paths[0]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gradwire.cluster.api import Cluster
+    from gradwire.cluster.cluster_metrics import ClusterMetrics
     from gradwire.cluster.monitor import MembershipEvent
     from gradwire.cluster.status import CallStatus, ClusterStatus, PassStatus, WorkerStatus
     from gradwire.cluster.trace import Trace, WorkerTrace
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CallStatus",
     "Cluster",
+    "ClusterMetrics",
     "ClusterStatus",
     "MembershipEvent",
     "PassStatus",
@@ -28,6 +30,7 @@ __all__ = [
 _HOMES = {
     "CallStatus": "status",
     "Cluster": "api",
+    "ClusterMetrics": "cluster_metrics",
     "ClusterStatus": "status",
     "MembershipEvent": "monitor",
     "PassStatus": "status",

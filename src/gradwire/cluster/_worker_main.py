@@ -30,6 +30,7 @@ from gradwire.cluster._control import (
     send_message,
 )
 from gradwire.cluster._process import name_process
+from gradwire.cluster.cluster_metrics import serve_numbers
 from gradwire.cluster.driver import DRIVER
 from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
@@ -75,6 +76,7 @@ def run_worker(fds: WorkerFds) -> None:
     serve_usage(agent, DRIVER)
     serve_reports(agent, DRIVER)
     serve_log_level(agent, DRIVER)
+    serve_numbers(agent, DRIVER)
     follow_driver(agent, DRIVER)
     serve_traces(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)

@@ -23,7 +23,7 @@ from gradwire import _interrupts
 from gradwire.cluster.driver import CLUSTER, DRIVER, MAX_WORKERS, check_count, check_names
 from gradwire.cluster.launcher import WorkerState
 from gradwire.cluster.local_launcher import LocalOptions, start_local
-from gradwire.cluster.log_level import tell_level
+from gradwire.cluster.log_level import level_of_workers, tell_level
 from gradwire.cluster.map import MapRun
 from gradwire.cluster.monitor import Member, MembershipEvent, Monitor
 from gradwire.cluster.ray_placement import Strategy
@@ -42,7 +42,8 @@ from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.devices import read_device_map
 
 if TYPE_CHECKING:
-    from gradwire.dashboard.server import Dashboard
+    from gradwire.cluster.cluster_metrics import ClusterMetrics, ScrapedMember
+    from gradwire.dashboard.web_server import Dashboard
 
 T = TypeVar("T")
 
@@ -90,7 +91,8 @@ class Cluster:
         self._agent = monitor.agent
         self._resources = resources
         self._owner_pid = os.getpid()
-        self._lock = threading.Lock()  # guards _is_closed and _dashboard
+        self._lock = threading.Lock()  # guards _is_closed, _dashboard and _metrics
+        self._metrics: ClusterMetrics | None = None
         self._is_closed = False
         self._dashboard: Dashboard | None = None
         # Called before the workers are stopped after an exception.
@@ -107,6 +109,8 @@ class Cluster:
             "trace": self._timed_traces.record,
         }
         self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)
+        if (level := level_of_workers()) is not None:
+            self._set_log_level(level)
 
     @property
     def name(self) -> str | None:
@@ -663,6 +667,36 @@ class Cluster:
         )
         return status if usage is None else self._with_usage(status, usage)
 
+    def metrics(self) -> ClusterMetrics:
+        """Return the metrics of all workers and of the driver, for Prometheus; count and time calls from the first call on.
+
+        ``cluster.metrics().serve(port=9464)`` serves them over HTTP. It needs ``pip install 'gradwire[metrics]'``.
+
+        Raises:
+            ConfigurationError: prometheus_client is not installed.
+        """
+        from gradwire.cluster.cluster_metrics import ClusterMetrics
+
+        made = None if self._metrics is not None else ClusterMetrics(self._agent, self._scraped_members)
+        with self._lock:
+            found = self._metrics = self._metrics or made
+        assert found is not None
+        return found
+
+    def _scraped_members(self) -> list[ScrapedMember]:
+        from gradwire.cluster.cluster_metrics import ScrapedMember
+
+        return [
+            ScrapedMember(
+                name=member.name,
+                rank=member.spec.info.id,
+                host=member.handle.host,
+                is_running=member.handle.state is WorkerState.RUNNING,
+                num_restarts=self._monitor.num_restarts(member),
+            )
+            for member in self._monitor.members()
+        ]
+
     def _set_log_level(self, level: int) -> None:
         """Implement `gradwire.set_log_level` for the workers."""
         is_first, self._log_level = self._log_level is None, level
@@ -710,7 +744,7 @@ class Cluster:
             ConfigurationError: A package is missing, or the port cannot be used.
             WorkerLost: The cluster was closed.
         """
-        from gradwire.dashboard.server import Dashboard
+        from gradwire.dashboard.web_server import Dashboard
 
         with self._lock:
             if self._is_closed:

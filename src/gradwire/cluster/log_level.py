@@ -21,6 +21,7 @@ from gradwire.types import WorkerInfo
 LOG_LEVEL = "cluster.log_level"
 
 _TELL_S = 5.0
+_of_workers: int | None = None
 
 _Level = Annotated[int, Meta(ge=1, le=50)]
 
@@ -45,17 +46,25 @@ def set_log_level(level: LogLevel | int, *, workers: bool = True) -> None:
     Args:
         level: ``"debug"``, ``"info"``, ``"warning"`` (the default of Python), ``"error"``, ``"critical"``, or a number of
             `logging`.
-        workers: In the driver of a cluster, also set it on all workers, and on those that join or are restarted later.
+        workers: Also set it on all workers of the cluster that this process drives or starts later.
 
     Raises:
         ConfigurationError: There is no such level.
     """
+    global _of_workers
     number = log.read_level(level)
     log.set_process_level(number)
+    if workers:
+        _of_workers = number
     with contextlib.suppress(NotInitialized):
         cluster: Any = current_agent().extensions.get(CLUSTER) if workers else None
         if cluster is not None:
             cluster._set_log_level(number)
+
+
+def level_of_workers() -> int | None:
+    """Return the level that workers of this process get; None if it was not set."""
+    return _of_workers
 
 
 def tell_level(agent: Agent, names: list[str], level: int) -> None:

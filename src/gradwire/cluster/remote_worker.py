@@ -33,6 +33,7 @@ from gradwire import _interrupts
 from gradwire.cluster import enrolment
 from gradwire.cluster._output_relay import OutputCapture
 from gradwire.cluster._worker_main import reset_seeds
+from gradwire.cluster.cluster_metrics import serve_numbers
 from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready
 from gradwire.cluster.log_level import serve_log_level
 from gradwire.cluster.membership import follow_driver
@@ -235,6 +236,7 @@ class RemoteWorker:
         serve_usage(agent, driver)
         serve_reports(agent, driver)
         serve_log_level(agent, driver)
+        serve_numbers(agent, driver)
         print_records(shows_worker=False)  # the driver puts the name in front of each line
         serve_traces(agent, driver)
         agent.server.register_control(LEAVE, on_leave)

@@ -21,6 +21,7 @@ from gradwire.cluster.status import CallStatus, PassStatus
 from gradwire.errors import AuthenticationFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Request
+from gradwire.telemetry.measurements import rss_of
 from gradwire.types import Text, WorkerInfo, short
 from gradwire.wire.messages import prepare
 
@@ -105,15 +106,6 @@ def _passes(agent: Agent, now: float) -> tuple[PassStatus, ...]:
                 )
             )
     return tuple(sorted(found, key=lambda item: -item.seconds)[:MOST_PASSES])
-
-
-def rss_of(pid: int) -> int | None:
-    """Return the resident memory of a process in bytes, or None if it has exited."""
-    try:
-        with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return None
 
 
 def measure_device() -> tuple[str, int | None]:

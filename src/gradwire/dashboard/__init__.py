@@ -9,14 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from gradwire.dashboard.server import Dashboard
+    from gradwire.dashboard.web_server import Dashboard
 
 __all__ = ["Dashboard"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "Dashboard":
-        return importlib.import_module("gradwire.dashboard.server").Dashboard
+        return importlib.import_module("gradwire.dashboard.web_server").Dashboard
     raise AttributeError(f"module 'gradwire.dashboard' has no attribute {name!r}")
 
 

@@ -8,6 +8,7 @@ Collector.collect()     once a second while a page is open, in a thread of the s
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import logging
@@ -15,7 +16,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,9 @@ from gradwire.dashboard.steps import Steps
 from gradwire.dashboard.worker_report import REPORT, Reporter, WorkerReport
 from gradwire.errors import GradwireError
 from gradwire.observe.clock import ClockOffset, ClockSample, estimate_offset
-from gradwire.observe.log import ROOT
+from gradwire.observe.events import Event
+from gradwire.observe.log import ROOT, get_logger
+from gradwire.observe.recorder import decode_events
 from gradwire.versions import GRADWIRE_VERSION
 from gradwire.wire.exceptions import clean
 
@@ -37,11 +40,14 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 """A worker, or the driver: ``name``, ``state``, ``exit_reason``, ``pid``, ``host`` and what else the table shows."""
 
+_log = get_logger(__name__)
+
 _ANSWER_S = 1.0
 _GRAPH_S = 0.5
 _OPEN_S = 0.8  # contexts that are open for longer are looked at while they are open
 _MOST_OPEN = 4  # of these, at a time
 _GRACE_S = 0.5  # for answers that are on their way when their time is over
+_MOST_RECORDS = 200
 _MOST_LOGGED = 1_000  # characters of a line of the log
 
 
@@ -62,7 +68,7 @@ class Collector:
         self._rows = rows
         self._engine: DistEngine = agent.extensions[AUTOGRAD]
         self._own = Reporter(agent)
-        self._lock = threading.Lock()  # guards what follows: problems come from any thread
+        self._lock = threading.Lock()  # guards what follows, down to `_number`: pages read it meanwhile
         self._steps = Steps()
         self._problems = Problems()
         self._last_seen: dict[str, float] = {}  # by worker
@@ -71,7 +77,9 @@ class Collector:
         self._clocks: dict[str, ClockOffset] = {}  # of workers, by the best measurement
         self._num_dropped = 0
         self._number = 0
-        self._log = _LogHandler(self._on_log)
+        # A thread that logs may hold any lock, so the handler takes none of these.
+        self._logged: collections.deque[logging.LogRecord] = collections.deque(maxlen=_MOST_RECORDS)
+        self._log = _LogHandler(self._logged.append)
         logging.getLogger(ROOT).addHandler(self._log)
 
     def close(self) -> None:
@@ -93,12 +101,14 @@ class Collector:
         makers = {item.context_id: name for name, report in reports.items() for item in report.contexts}
         self._open_since = {item: self._open_since.get(item, clock) for item in makers}
         graphs = {item: self._engine.prober.views(item, _GRAPH_S) for item in self._long_open(clock)}
+        latest = {name: _events_of(name, report) for name, report in reports.items()}
         with self._lock:
+            self._add_logged()
             for name, report in reports.items():
                 self._last_seen[name] = clock
                 self._num_dropped += report.num_dropped
-                self._steps.on_spans(name, report.spans, clocks.get(name, 0))
-                self._add_failures(name, report, now)
+                self._steps.on_events(latest[name], clocks.get(name, 0))
+                self._add_failures(latest[name], now)
                 if report.step is not None:
                     self._steps.on_step(report.step.context_id, name, report.step.views, now, clocks)
             for context_id, views in graphs.items():
@@ -149,11 +159,11 @@ class Collector:
         waiting = sorted((since, item) for item, since in self._open_since.items() if clock - since > _OPEN_S)
         return [item for _, item in waiting[:_MOST_OPEN]]
 
-    def _add_failures(self, worker: str, report: WorkerReport, now: float) -> None:
-        for span in report.spans:
-            if span.outcome not in ("ok", ""):
-                to = f" on {span.peer}" if span.peer else ""
-                self._problems.add(worker, span.kind, clean(f"{span.name}{to}: {span.outcome}"), now)
+    def _add_failures(self, events: Iterable[Event], now: float) -> None:
+        for event in events:
+            if event.outcome not in ("ok", ""):
+                to = f" with {event.peer}" if event.peer else ""
+                self._problems.add(event.worker, event.kind, clean(f"{event.name}{to}: {event.outcome}"), now)
 
     def _add_losses(self, rows: Sequence[Row], now: float) -> None:
         for row in rows:
@@ -162,13 +172,13 @@ class Collector:
                 self._problems.add(name, "worker", f"lost: {row['exit_reason'] or 'reason unknown'}", now)
             self._states[name] = state
 
-    def _on_log(self, record: logging.LogRecord) -> None:
-        level = "error" if record.levelno >= logging.ERROR else "warning"
-        text = clean(record.getMessage()[:_MOST_LOGGED])
-        with self._lock:
-            self._problems.add(
-                getattr(record, "worker", "") or self._agent.info.name, "log", text, record.created, level
-            )
+    def _add_logged(self) -> None:
+        while self._logged:
+            record = self._logged.popleft()
+            level = "error" if record.levelno >= logging.ERROR else "warning"
+            text = clean(record.getMessage()[:_MOST_LOGGED])
+            worker = getattr(record, "worker", "") or self._agent.info.name
+            self._problems.add(worker, "log", text, record.created, level)
 
     def _parts(self, rows: Sequence[Row], reports: Mapping[str, WorkerReport], clock: float) -> Mapping[str, Any]:
         return {
@@ -202,6 +212,14 @@ class Collector:
             "last_seen_s": None if seen_at is None else clock - seen_at,
             "is_driver": row["name"] == self._agent.info.name,
         }
+
+
+def _events_of(worker: str, report: WorkerReport) -> list[Event]:
+    try:
+        return decode_events(report.events, worker) if report.events else []
+    except ValueError:
+        _log.warning("the page ignores the events of %s, which are not valid", worker)
+        return []
 
 
 class _LogHandler(logging.Handler):

@@ -14,28 +14,15 @@ import msgspec
 
 from gradwire.autograd.distributed_graph import DistributedGraph, assemble
 from gradwire.autograd.worker_views import PassView, WorkerView, find_settlers
-from gradwire.dashboard.worker_report import Span
+from gradwire.observe.events import Event
 
 _MOST_STEPS = 30
 _MOST_MESSAGES = 200  # in a graph on the page
 _MOST_CONTEXTS = 300  # whose spans are kept, because a graph may come for them
 _MOST_SPANS = 600  # of one context
+_ORDER = ("waits", "passes on", "computes")
 OUTSIDE = 0
 """Stands for all that does not belong to a context."""
-
-
-class TimedSpan(msgspec.Struct, frozen=True):
-    """A span, with its worker, in the driver's time."""
-
-    worker: str
-    kind: str
-    name: str
-    start_ns: int
-    end_ns: int
-    thread: int
-    peer: str
-    num_bytes: int
-    outcome: str
 
 
 class StepRecord:
@@ -49,7 +36,7 @@ class StepRecord:
         self.is_open = True
         self.graph: DistributedGraph | None = None
         self.waits: list[dict[str, Any]] = []
-        self.spans: list[TimedSpan] = []
+        self.spans: list[Event] = []
 
     @property
     def is_stalled(self) -> bool:
@@ -96,7 +83,7 @@ class Steps:
 
     def __init__(self) -> None:
         self._records: OrderedDict[int, StepRecord] = OrderedDict()
-        self._spans: OrderedDict[int, list[TimedSpan]] = OrderedDict()
+        self._spans: OrderedDict[int, list[Event]] = OrderedDict()
 
     def on_step(
         self, context_id: int, maker: str, views: Sequence[WorkerView], now: float, clocks: Mapping[str, int]
@@ -120,9 +107,9 @@ class Steps:
             if record.context_id not in known:
                 record.is_open, record.waits = False, []
 
-    def on_spans(self, worker: str, spans: Iterable[Span], offset_ns: int) -> None:
-        """Take spans of a worker, whose clock is behind the driver's by `offset_ns`."""
-        for span in spans:
+    def on_events(self, events: Iterable[Event], offset_ns: int) -> None:
+        """Take events of a worker whose clock is behind the driver's by `offset_ns`."""
+        for span in events:
             kept = self._spans.get(span.context_id)
             if kept is None:
                 kept = self._spans[span.context_id] = []
@@ -136,11 +123,7 @@ class Steps:
                     continue
                 del kept[: _MOST_SPANS // 2]
             start_ns, end_ns = span.start_ns + offset_ns, span.end_ns + offset_ns
-            kept.append(
-                TimedSpan(
-                    worker, span.kind, span.name, start_ns, end_ns, span.thread, span.peer, span.num_bytes, span.outcome
-                )
-            )
+            kept.append(msgspec.structs.replace(span, start_ns=start_ns, end_ns=max(start_ns, end_ns)))
 
     def summaries(self) -> list[dict[str, Any]]:
         """Return the list of steps, the latest first."""
@@ -177,7 +160,8 @@ class Steps:
 def find_waits(views: Sequence[WorkerView]) -> list[dict[str, Any]]:
     """Return who waits for whom in the running passes of a context, as `explain` tells it."""
     settlers = find_settlers(views)
-    return [item for view in views for current in view.passes for item in _waits_of(view.worker, current, settlers)]
+    found = [item for view in views for current in view.passes for item in _waits_of(view.worker, current, settlers)]
+    return sorted(found, key=lambda item: _ORDER.index(item["kind"]))
 
 
 def _waits_of(worker: str, current: PassView, settlers: Mapping[int, str]) -> Iterable[dict[str, Any]]:
@@ -193,9 +177,12 @@ def _waits_of(worker: str, current: PassView, settlers: Mapping[int, str]) -> It
             "site": send.site,
             "via": send.peer if settler != send.peer else "",
         }
+    for offer in current.offered:
+        if settlers.get(offer.message_id) == worker:  # the shortcut was not taken
+            yield {"worker": worker, "kind": "passes on", "for": offer.peer, "function": "", "site": "", "via": ""}
 
 
-def _relative(spans: Sequence[TimedSpan]) -> list[dict[str, Any]]:
+def _relative(spans: Sequence[Event]) -> list[dict[str, Any]]:
     """Return spans with times in milliseconds since the first one."""
     first_ns = min((item.start_ns for item in spans), default=0)
     return [
@@ -209,6 +196,8 @@ def _relative(spans: Sequence[TimedSpan]) -> list[dict[str, Any]]:
             "peer": item.peer,
             "num_bytes": item.num_bytes,
             "outcome": item.outcome,
+            "flow_out": [f"{flow:x}" for flow in item.flow_out],
+            "flow_in": [f"{flow:x}" for flow in item.flow_in],
         }
         for item in sorted(spans, key=lambda item: (item.start_ns, -item.end_ns))
     ]

@@ -23,6 +23,7 @@ from gradwire.autograd.worker_views import WorkerView
 from gradwire.errors import AuthenticationFailed
 from gradwire.observe import events
 from gradwire.observe.log import get_logger
+from gradwire.observe.recorder import PIECE_EVENTS, encode_events
 from gradwire.types import Id, Text, WorkerInfo, creator_of, short
 from gradwire.wire.messages import prepare
 
@@ -34,9 +35,10 @@ if TYPE_CHECKING:
 REPORT: Final = "dashboard.report"
 STACKS: Final = "dashboard.stacks"
 
-MOST_SPANS: Final = 1_000
-"""Spans in one report; the latest."""
+MOST_EVENTS: Final = PIECE_EVENTS
+"""Events in one report; the latest."""
 MOST_CONTEXTS: Final = 32
+_MOST_BYTES: Final = 4 << 20
 _MOST_HOLDERS: Final = 256
 _MOST_WORKERS: Final = 256
 _MOST_THREADS: Final = 256
@@ -45,20 +47,6 @@ _LEASE_NS: Final = 5 * 10**9  # how long a worker goes on observing when no repo
 _CAPTURE_S: Final = 0.3  # how long a step is held up, at most, to collect its graph
 
 _log = get_logger(__name__)
-
-
-class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something that took time on a worker."""
-
-    kind: Text
-    name: Text
-    start_ns: Id  # of the worker's own clock
-    end_ns: Id
-    thread: Id
-    peer: Text
-    context_id: Id
-    num_bytes: Id
-    outcome: Text  # "ok", or the class of the error
 
 
 class OpenContext(msgspec.Struct, frozen=True, array_like=True):
@@ -92,8 +80,8 @@ class WorkerReport(msgspec.Struct, frozen=True, array_like=True):
     references: References
     contexts: Annotated[tuple[OpenContext, ...], msgspec.Meta(max_length=MOST_CONTEXTS)]
     step: Step | None
-    spans: Annotated[tuple[Span, ...], msgspec.Meta(max_length=MOST_SPANS)]
-    num_dropped: Id  # spans since the last report that are not in it
+    events: Annotated[bytes, msgspec.Meta(max_length=_MOST_BYTES)]  # since the last report, for `decode_events`
+    num_dropped: Id  # events that are not in it, because there were too many
 
 
 class Frame(msgspec.Struct, frozen=True, array_like=True):
@@ -115,26 +103,27 @@ class ThreadStack(msgspec.Struct, frozen=True, array_like=True):
 ThreadStacks = Annotated[tuple[ThreadStack, ...], msgspec.Meta(max_length=_MOST_THREADS)]
 
 
-class SpanBuffer:
-    """The latest spans of one worker. It subscribes when they are asked for, and ends that when they no longer are."""
+class EventBuffer:
+    """The latest events of one worker. It subscribes when they are asked for, and ends that when they no longer are."""
 
     def __init__(self, worker: str) -> None:
         self._worker = worker
         self._lock = threading.Lock()  # guards what follows
-        self._spans: collections.deque[Event] = collections.deque(maxlen=MOST_SPANS)
+        self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
         self._num_seen = 0
         self._lease_ns = 0
         self._unsubscribe: Any = None
 
-    def take(self) -> tuple[tuple[Span, ...], int]:
-        """Return the spans since the last time, and how many more there were."""
+    def take(self) -> tuple[bytes, int]:
+        """Return the events since the last time, encoded, and how many more there were."""
         with self._lock:
             self._lease_ns = time.monotonic_ns() + _LEASE_NS
-            spans, self._spans = list(self._spans), collections.deque(maxlen=MOST_SPANS)
+            latest, self._events = self._events, collections.deque(maxlen=MOST_EVENTS)
             num_seen, self._num_seen = self._num_seen, 0
             if self._unsubscribe is None:
                 self._unsubscribe = events.subscribe(self._on_event)
-        return tuple(map(_span, spans)), num_seen - len(spans)
+        piece = next(encode_events(latest), b"")
+        return (piece, num_seen - len(latest)) if len(piece) <= _MOST_BYTES else (b"", num_seen)
 
     def close(self) -> None:
         with self._lock:
@@ -146,25 +135,11 @@ class SpanBuffer:
         if event.worker != self._worker:
             return  # another worker in this process
         with self._lock:
-            self._spans.append(event)
+            self._events.append(event)
             self._num_seen += 1
             is_over = event.end_ns > self._lease_ns
         if is_over:
             self.close()
-
-
-def _span(event: Event) -> Span:
-    return Span(
-        short(event.kind),
-        short(event.name),
-        event.start_ns,
-        max(event.start_ns, event.end_ns),
-        event.thread,
-        short(event.peer),
-        event.context_id,
-        event.num_bytes,
-        short(event.outcome),
-    )
 
 
 class StepCapture:
@@ -214,25 +189,25 @@ class Reporter:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._engine: DistEngine = agent.extensions[AUTOGRAD]
-        self._spans = SpanBuffer(agent.info.name)
+        self._events = EventBuffer(agent.info.name)
         self._capture = StepCapture(self._engine)
         agent.before_close.append(self.close)
 
     def report(self) -> WorkerReport:
         """Return what this worker does, and observe until the next report."""
-        spans, num_dropped = self._spans.take()
+        latest, num_dropped = self._events.take()
         return WorkerReport(
             time.monotonic_ns(),
             self._references(),
             tuple(self._open_contexts()),
             self._capture.take(),
-            spans,
+            latest,
             num_dropped,
         )
 
     def close(self) -> None:
         """Stop observing."""
-        self._spans.close()
+        self._events.close()
         self._capture.close()
 
     def _references(self) -> References:
@@ -260,7 +235,7 @@ def serve_reports(agent: Agent, driver: str) -> None:
 
     def on_report(source: WorkerInfo) -> Any:
         check(source)
-        return msgspec.to_builtins(reporter().report())
+        return msgspec.to_builtins(reporter().report(), builtin_types=(bytes,))
 
     def on_stacks(source: WorkerInfo) -> Any:
         check(source)

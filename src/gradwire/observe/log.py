@@ -54,6 +54,9 @@ def get_logger(name: str) -> logging.Logger:
     return logger
 
 
+get_logger(ROOT)
+
+
 class WorkerFormatter(logging.Formatter):
     """``WARNING gradwire.rpc.server: message``, with the context if there is one, and the worker if it is wanted."""
 

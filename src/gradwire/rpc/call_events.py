@@ -93,6 +93,7 @@ class CallTrace:
             context_id=self._context_id,
             num_bytes=self._num_bytes,
             outcome="ok" if error is None else type(error).__name__,
+            details={"call_id": call.call_id},
         )
 
 

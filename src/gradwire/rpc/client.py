@@ -12,6 +12,7 @@ from __future__ import annotations
 import _signal  # type: ignore[import-not-found]
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -172,7 +173,8 @@ class Client:
                 connection = self._connect(call)
             for interceptor in agent.interceptors:
                 if interceptor.wants_calls():
-                    attach(message.notes, interceptor, Envelope("call", connection.info, label), packed)
+                    envelope = Envelope("call", connection.info, label, None, call.call_id)
+                    attach(message.notes, interceptor, envelope, packed)
             if notes is not None:
                 message.notes.update(notes)
             if began_ns:
@@ -183,6 +185,9 @@ class Client:
             if trace is not None:
                 trace.tell_sent(message)
         finally:
+            if trace is not None and not is_sent:
+                call.trace = None
+                trace.tell_ended(sys.exc_info()[1])
             if transfer is not None and not is_sent:
                 transfer.status.call_id = 0
                 transfer.on_not_sent()

@@ -29,12 +29,14 @@ class Envelope(msgspec.Struct, frozen=True):
         peer: The worker at the other end.
         function: The called function's name.
         note: For replies, the note that the interceptor attached to the call; None for calls.
+        call_id: For calls that leave, their number in this process; 0 for all others.
     """
 
     kind: Literal["call", "reply"]
     peer: WorkerInfo
     function: str
     note: Any = None
+    call_id: int = 0
 
 
 class Interceptor:

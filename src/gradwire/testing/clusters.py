@@ -33,7 +33,9 @@ from torch import Tensor, nn
 
 import gradwire as gw
 from gradwire.cluster import Cluster
+from gradwire.dashboard.worker_report import REPORT, WorkerReport
 from gradwire.errors import AuthenticationFailed, GradwireError, WorkerLost, WorkerStartFailed
+from gradwire.observe.recorder import decode_events
 from gradwire.testing.agents import wait_until
 
 __all__ = ["CLUSTER_CHECKS", "check_cluster"]
@@ -44,6 +46,7 @@ _SERVE = "gradwire-contract-pids:"
 _ENDED = ("ctrl_c", "driver_death")  # checks whose driver is ended
 _PASSED = "gradwire-contract: passed"
 _GONE_S = 20.0
+_REPORT_S = 10.0
 _OTHER_VERSION = "0.0.0+other"
 
 Start = Callable[..., Cluster]
@@ -345,6 +348,17 @@ def check_trace(cluster: Cluster) -> None:
     assert len(sent) == 2 * len(cluster.workers)
 
 
+def check_reports(cluster: Cluster) -> None:
+    """Check that every worker tells the driver what the live page shows; its server need not be installed."""
+    names = [worker.name for worker in cluster.workers]
+    for _ in range(2):  # the first lets the workers observe
+        reports = cluster._agent.ask_all(names, REPORT, (), _REPORT_S, WorkerReport)
+        for worker in cluster.workers:
+            worker.call(abs, -1)
+    assert list(reports) == names
+    assert all(decode_events(report.events, name) for name, report in reports.items())
+
+
 def check_failed_start(start: Start) -> None:
     """Check that a worker that cannot start raises an error with its traceback, and leaves nothing behind."""
     with _raises(WorkerStartFailed, "ModuleNotFoundError", "gradwire_has_no_such_module"):
@@ -417,6 +431,7 @@ _ON_ONE_CLUSTER = (
     check_exceptions,
     check_output,
     check_trace,
+    check_reports,
 )
 
 

@@ -59,7 +59,7 @@ def test_status_shows_clusters_and_their_workers_until_they_are_closed(tmp_path:
         assert "1 of 2 workers" in top.stdout
         assert "trainer: killed by SIGKILL" in top.stdout
         assert "\x1b" not in top.stdout
-        assert run_in_terminal("top", press=b"q", after=b"q quits", **place) == 0
+        assert run_in_terminal("top", name, press=b"q", after=b"q quits", **place) == 0
 
         report = json.loads(run_command("status", str(driver.process.pid), "--json", **place).stdout)
         assert (report["name"], report["pid"]) == (name, driver.process.pid)

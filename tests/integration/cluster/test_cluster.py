@@ -176,6 +176,17 @@ def test_status(cluster: Cluster) -> None:
     assert "worker1" in str(cluster.status())
 
 
+def test_metrics(cluster: Cluster) -> None:
+    metrics = cluster.metrics()
+    assert cluster.metrics() is metrics
+    cluster.workers[0].call(tasks.add, 1)
+    text = metrics.render().decode()
+    assert 'gradwire_calls_total{function="cluster.tasks:add",outcome="ok",worker="driver"} 1.0' in text
+    assert 'gradwire_run_duration_seconds_count{function="cluster.tasks:add",worker="worker0"} 1.0' in text
+    assert 'gradwire_worker_up{worker="worker1"} 1.0' in text
+    assert metrics.serve_workers().keys() == {"worker0", "worker1"}
+
+
 def test_status_does_not_wait_for_a_worker_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
     cluster.workers[0].submit(tasks.hold_interpreter, str(tmp_path / "ready"))
     wait_until((tmp_path / "ready").exists)

@@ -20,7 +20,7 @@ from cluster import tasks
 from cluster.process_scheduler import ProcessScheduler, ScheduledProcess
 from cluster.processes import is_there
 from gradwire import autograd, rpc
-from gradwire.cluster import Cluster, MembershipEvent, Worker
+from gradwire.cluster import Cluster, MembershipEvent, Worker, log_level
 from gradwire.cluster._supervisor import LocalWorker
 from gradwire.cluster.local_launcher import LocalLauncher
 from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
@@ -610,18 +610,26 @@ def test_losses_are_logged(cluster: Cluster, caplog: pytest.LogCaptureFixture) -
     assert "worker worker0 is lost: killed by SIGKILL; it is being restarted" in caplog.text
 
 
-def test_the_log_level_is_set_on_workers_also_after_a_restart(cluster: Cluster) -> None:
+@pytest.fixture
+def _unchanged_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log_level, "_of_workers", None)
     logger = logging.getLogger("gradwire")
     before = logger.level, list(logger.handlers)
-    try:
-        gradwire.set_log_level("info")
-        assert [worker.call(_log_level) for worker in cluster.workers] == [logging.INFO] * len(cluster.workers)
+    yield
+    logger.setLevel(before[0])
+    logger.handlers[:] = before[1]
+
+
+@pytest.mark.usefixtures("_unchanged_logger")
+def test_the_log_level_is_set_on_workers_also_after_a_restart() -> None:
+    gradwire.set_log_level("info")
+    with Cluster.local(2, restart="on-loss") as cluster:
+        assert [worker.call(_log_level) for worker in cluster.workers] == [logging.INFO] * 2
+        gradwire.set_log_level("warning")
+        assert [worker.call(_log_level) for worker in cluster.workers] == [logging.WARNING] * 2
         kill_and_wait(cluster, cluster.workers[0])
         cluster.wait_for_workers()
-        wait_until(lambda: cluster.workers[0].call(_log_level) == logging.INFO)
-    finally:
-        logger.setLevel(before[0])
-        logger.handlers[:] = before[1]
+        wait_until(lambda: cluster.workers[0].call(_log_level) == logging.WARNING)
 
 
 def _log_level() -> int:

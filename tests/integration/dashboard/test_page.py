@@ -172,3 +172,5 @@ def test_names_from_workers_are_text_and_the_page_fits_a_narrow_window(
         expect(page.locator("#errors-list")).to_contain_text(evil)
         assert "broken" not in page.title()
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
+        table = page.locator("table.workers")
+        assert table.evaluate("element => element.scrollWidth <= element.parentElement.clientWidth")

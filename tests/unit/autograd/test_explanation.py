@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 
 import pytest
@@ -101,6 +102,26 @@ def test_shortcut_that_was_taken(trio: list[Agent]) -> None:
         ("b", False),
         ("c", True),
     }
+
+
+def test_shortcut_that_was_not_taken(trio: list[Agent]) -> None:
+    """c is not connected to b, so its gradient comes to b through a, which waits for nothing of its own."""
+    _, b, c = trio
+    x = torch.ones(3, requires_grad=True)
+    with gw.autograd.context() as ctx:
+        loss = rpc.rpc_sync("c", held_layer, args=(rpc.rpc_sync("b", layer, args=(x,)),)).sum()
+        thread = threading.Thread(target=ctx.backward, args=(loss,), name="runs-backward")
+        thread.start()
+        assert entered.wait(10)
+        wait_until(lambda: bool(context_of(b, ctx).passes), 20.0, "that b joins")
+        is_taken = bool(pass_of(c, ctx).state.taken)
+        text = str(ctx.explain())
+        gate.set()
+        thread.join(20)
+        assert x in ctx.gradients()
+    assert not is_taken
+    assert "b waits for a: send 0x" in text
+    assert re.search(r"a passed send 0x\w+ on to c untouched, so it waits for the answer of c", text)
 
 
 def test_worker_that_is_gone(trio: list[Agent]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 
 import gradwire
 from conftest import MakeAgents
-from gradwire.cluster.usage import USAGE, CallRates, ask_usage, measure_device, measure_usage, rss_of, serve_usage
+from gradwire.cluster.usage import USAGE, CallRates, ask_usage, measure_device, measure_usage, serve_usage
 from gradwire.errors import AuthenticationFailed
 from gradwire.testing import wait_until
 
@@ -21,13 +20,6 @@ _gate = threading.Event()
 
 def _wait_for_gate() -> bool:
     return _gate.wait(_TIMEOUT_S)
-
-
-def test_memory_of_a_process() -> None:
-    own = rss_of(os.getpid())
-    assert own is not None
-    assert own > 1 << 20
-    assert rss_of(2**22 + 1) is None
 
 
 def test_a_process_without_an_accelerator_computes_on_the_processor() -> None:

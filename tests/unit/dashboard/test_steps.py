@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from gradwire.autograd.worker_views import MessageView, PassView, Shortcut, WaitingView, WorkerView
 from gradwire.dashboard.steps import Steps, find_waits
-from gradwire.dashboard.worker_report import Span
+from gradwire.observe import Event
 
 MS = 1_000_000
 
@@ -23,8 +25,8 @@ def views(*, is_waiting: bool = False, sent_ns: int = 0, received_ns: int = 0) -
     ]
 
 
-def span(context_id: int, start_ns: int, end_ns: int, kind: str = "run", outcome: str = "ok") -> Span:
-    return Span(kind, "forward", start_ns, end_ns, 1, "driver", context_id, 0, outcome)
+def span(context_id: int, start_ns: int, end_ns: int, worker: str = "worker0") -> Event:
+    return Event("run", "forward", worker, start_ns, end_ns, context_id=context_id, flow_in=(1 << 63,))
 
 
 def chosen(steps: Steps, context_id: int | None = None) -> dict[str, Any]:
@@ -62,20 +64,21 @@ def test_a_stalled_context_comes_first_until_it_ends() -> None:
 
 def test_spans_find_their_step_before_and_after_its_graph() -> None:
     steps = Steps()
-    steps.on_spans("worker0", [span(9, 100 * MS, 103 * MS)], 0)
+    steps.on_events([span(9, 100 * MS, 103 * MS)], 0)
     steps.on_step(9, "driver", views(), 1.0, {})
-    steps.on_spans("driver", [span(9, 90 * MS, 110 * MS, "call")], 5 * MS)  # its clock is 5 ms behind
+    steps.on_events([span(9, 90 * MS, 110 * MS, "driver")], 5 * MS)  # its clock is 5 ms behind
     found = chosen(steps)
     assert [(item["worker"], item["start_ms"], item["end_ms"]) for item in found["spans"]] == [
         ("driver", 0.0, 20.0),
         ("worker0", 5.0, 8.0),
     ]
+    assert found["spans"][0]["flow_in"] == ["8000000000000000"]
     assert steps.summaries()[0]["duration_s"] == 0.02
 
 
 def test_without_a_step_the_page_shows_calls_outside_of_contexts() -> None:
     steps = Steps()
-    steps.on_spans("worker0", [span(0, MS, 2 * MS)], 0)
+    steps.on_events([span(0, MS, 2 * MS)], 0)
     found = chosen(steps)
     assert (found["id"], len(found["spans"])) == (None, 1)
 
@@ -92,27 +95,33 @@ def test_the_time_of_a_message_uses_both_clocks() -> None:
 def test_what_is_kept_is_bounded() -> None:
     steps = Steps()
     for context_id in range(1, 1000):
-        steps.on_spans("worker0", [span(context_id, number, number + 1) for number in range(10)], 0)
+        steps.on_events([span(context_id, number, number + 1) for number in range(10)], 0)
         steps.on_step(context_id, "driver", views(), float(context_id), {})
-    steps.on_spans("worker0", [span(999, number, number + 1) for number in range(10_000)], 0)
-    steps.on_spans("worker0", [span(0, number, number + 1) for number in range(10_000)], 0)
+    steps.on_events([span(999, number, number + 1) for number in range(10_000)], 0)
+    steps.on_events([span(0, number, number + 1) for number in range(10_000)], 0)
     assert len(steps.summaries()) == 30
     assert len(steps._spans) <= 300
     assert max(map(len, steps._spans.values())) <= 600
     assert chosen(steps)["id"] == "999"
 
 
-def test_waits_name_the_worker_past_a_shortcut() -> None:
-    """The middle worker passed the message on untouched, and the last one has taken the shortcut."""
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_waits_follow_a_message_that_was_passed_on(is_taken: bool) -> None:
+    """The middle worker passed the message on untouched, and the last one may have taken the shortcut."""
     waiting = (WaitingView(7, "middle", "forward", "train.py:8, in step"),)
     found = find_waits(
         [
             WorkerView("driver", passes=(PassView(3, "driver", "smart", "running", waiting=waiting),)),
             WorkerView("middle", passes=(PassView(3, "driver", "smart", "done", offered=(Shortcut(7, 8, "last"),)),)),
-            WorkerView("last", passes=(PassView(3, "driver", "smart", "running", num_running=1, taken=(8,)),)),
+            WorkerView(
+                "last",
+                passes=(PassView(3, "driver", "smart", "running", num_running=1, taken=(8,) if is_taken else ()),),
+            ),
         ]
     )
-    assert [(item["worker"], item["kind"], item["for"], item["via"]) for item in found] == [
-        ("driver", "waits", "last", "middle"),
-        ("last", "computes", "", ""),
-    ]
+    shown = [(item["worker"], item["kind"], item["for"], item["via"]) for item in found]
+    direct, through = (
+        [("driver", "waits", "last", "middle")],
+        [("driver", "waits", "middle", ""), ("middle", "passes on", "last", "")],
+    )
+    assert shown == [*(direct if is_taken else through), ("last", "computes", "", "")]

@@ -12,6 +12,7 @@ import pytest
 
 import gradwire as gw
 from conftest import MakeAgents
+from gradwire.cluster import log_level
 from gradwire.errors import ConfigurationError
 from gradwire.observe import log
 from gradwire.rpc import set_current_agent
@@ -21,7 +22,8 @@ _log = log.get_logger("gradwire.tests.records")
 
 
 @pytest.fixture(autouse=True)
-def _unchanged_logger() -> Iterator[None]:
+def _unchanged_logger(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(log_level, "_of_workers", None)
     logger = logging.getLogger("gradwire")
     before = logger.level, list(logger.handlers)
     yield
@@ -56,7 +58,7 @@ def _warn(text: str) -> None:
 def test_every_logger_of_gradwire_marks_its_records() -> None:
     known = logging.root.manager.loggerDict
     made = {name: item for name, item in known.items() if isinstance(item, logging.Logger)}
-    unmarked = [name for name, item in made.items() if name.startswith("gradwire.") and log._marker not in item.filters]
+    unmarked = [name for name, item in made.items() if name.startswith("gradwire") and log._marker not in item.filters]
     assert not unmarked
     assert "gradwire.rpc.server" in made
 

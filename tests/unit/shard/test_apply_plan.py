@@ -166,4 +166,5 @@ def test_sharding_that_takes_long_shows_progress(make_agents: MakeAgents, monkey
     finally:
         set_current_agent(None)
     assert "sharding parameters" in terminal.getvalue()
+    assert "1/2" in terminal.getvalue()
     assert "2/2" in terminal.getvalue()

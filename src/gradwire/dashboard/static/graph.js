@@ -8,7 +8,7 @@ cytoscape.use(dagre);
 
 const PAN_PX = 60;
 const PAD_PX = 24;
-const LEAST_PX = 240;
+const LEAST_PX = 300;
 const MOST_PX = 620;
 const MOST_ZOOM = 1.15;
 const READABLE = 0.62;

@@ -4,7 +4,7 @@ import { bytes, clock, duration, make, makeSvg, pill, plural, rate, shortName } 
 import { Graph, messageLabel } from "./graph.js";
 import { Timeline } from "./timeline.js";
 
-const HISTORY = 60;
+const HISTORY = 30;
 const LONG_S = 1;
 const STATES = { running: "good", lost: "bad", ended: "", starting: "warn", restarting: "warn", leaving: "warn" };
 
@@ -86,7 +86,7 @@ function makeRow(worker) {
   const button = make("button", { type: "button", "aria-label": `Stacks of ${worker.name}` }, "Stacks");
   button.addEventListener("click", () => showStacks(worker.name));
   const labels = ["", "State", "Host", "Device", "Memory", "Calls/s", "Running", "Queue", "Sent / received", "Last seen"];
-  const classes = ["name", "state", "", "", "num", "num", "num", "num", "num", "num"];
+  const classes = ["name", "state", "", "", "num", "num", "num", "num", "num wide", "num"];
   const cells = labels.map((label, index) => make("td", { class: classes[index] || null, "data-label": label }));
   return make("tr", { "data-worker": worker.name }, ...cells, make("td", { class: "stacks num" }, button));
 }
@@ -186,6 +186,10 @@ function choose(id) {
 
 function waitItem(wait) {
   if (wait.kind === "computes") return make("li", {}, make("strong", {}, wait.worker), " computes");
+  if (wait.kind === "passes on") {
+    const reason = make("small", {}, "it passed the tensor on untouched, and the gradient comes from there");
+    return make("li", {}, make("strong", {}, wait.worker), " waits for ", make("strong", {}, wait.for), reason);
+  }
   const via = wait.via ? `, which ${wait.via} passed on` : "";
   return make(
     "li",
@@ -193,7 +197,7 @@ function waitItem(wait) {
     make("strong", {}, wait.worker),
     " waits for ",
     make("strong", {}, wait.for),
-    make("small", {}, `the gradient of ${shortName(wait.function)}${via}${wait.site ? `, sent at ${wait.site}` : ""}`),
+    make("small", {}, `the gradient of ${shortName(wait.function)}${via}${wait.site ? `, sent at ${wait.site}` : ""}`.replace(", sent at its result", ", its result")),
   );
 }
 
@@ -269,7 +273,7 @@ function byInterest(threads) {
 }
 
 const isOurs = (frame) => /(^|[/\\])gradwire[/\\]/.test(frame.file);
-const isPython = (frame) => /[/\\](threading|socket|selectors|queue|concurrent|asyncio|runpy|multiprocessing)([/\\.]|$)|^<|^(threading|socket|selectors|queue|runpy)\.py/.test(frame.file);
+const isPython = (frame) => /[/\\]python3\.\d+[/\\](?!site-packages)/.test(frame.file) || frame.file.startsWith("<");
 
 function threadItem(thread) {
   const top = thread.frames[0];

@@ -7,6 +7,7 @@ const ROW_PX = 18;
 const BAR_PX = 15;
 const AXIS_PX = 24;
 const LANE_GAP_PX = 10;
+const MOST_FLOWS = 200;
 
 const kindClass = (kind) => `k-${KINDS.includes(kind) ? kind : "other"}`;
 
@@ -83,11 +84,32 @@ export class Timeline {
       const label = span.name ? shortName(span.name) : span.kind.replace("_", " ");
       if (wide > label.length * 6.4 + 8) svg.append(makeSvg("text", { class: "span-name", x: left + 5, y: this.bars[index].y + 11 }, label));
     });
+    this.drawFlows(svg);
     this.area.replaceChildren(svg);
     if (this.chosen >= 0) this.choose(this.chosen);
   }
 
+  // Arrows from where a message left to where it arrived.
+  drawFlows(svg) {
+    const left = new Map();
+    this.spans.forEach((span, index) => span.flow_out.forEach((flow) => left.set(flow, index)));
+    this.flows = [];
+    this.spans.forEach((span, to) => {
+      for (const flow of span.flow_in) {
+        const from = left.get(flow);
+        if (from === undefined || !this.bars[from]?.bar || !this.bars[to]?.bar || this.flows.length >= MOST_FLOWS) continue;
+        const [x1, y1] = [this.bars[from].left + this.bars[from].wide, this.bars[from].y + BAR_PX / 2];
+        const [x2, y2] = [this.bars[to].left, this.bars[to].y + BAR_PX / 2];
+        const bend = Math.max(10, Math.abs(x2 - x1) / 2);
+        const path = makeSvg("path", { class: "flow", d: `M${x1} ${y1}C${x1 + bend} ${y1} ${x2 - bend} ${y2} ${x2} ${y2}` });
+        svg.append(path, makeSvg("path", { class: "flow-head", d: `M${x2} ${y2}l-5 -3v6z` }));
+        this.flows.push({ from, to, path });
+      }
+    });
+  }
+
   choose(index) {
+    for (const flow of this.flows ?? []) flow.path.classList.toggle("chosen", index >= 0 && (flow.from === index || flow.to === index));
     this.bars?.[this.chosen]?.bar?.classList.remove("chosen");
     this.chosen = index;
     const found = this.bars?.[index];

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from gradwire import autograd, rpc
-from gradwire.dashboard.server import STATIC, Dashboard
-from gradwire.dashboard.worker_report import serve_reports
+from gradwire.dashboard.web_server import STATIC, Dashboard
+from gradwire.dashboard.worker_report import REPORT, serve_reports
 from gradwire.errors import ConfigurationError
 from gradwire.rpc import set_current_agent
 from gradwire.rpc.agent import Agent
@@ -230,6 +230,13 @@ def test_failures_are_listed(agents: list[Agent]) -> None:
         assert any("ZeroDivisionError" in text for _, text in texts)
 
 
+def test_events_that_are_not_valid_are_left_out(dashboard: Dashboard, agents: list[Agent]) -> None:
+    agents[1].server.register_control(REPORT, lambda source: [1, [0, 0, 0, []], [], None, b"\x92\x01", 0])
+    found = Client(dashboard).log_in().state()
+    assert [item["has_answered"] for item in found["workers"]] == [True, True]
+    assert found["step"] is None
+
+
 def test_stacks_of_a_worker(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch) -> None:
     client = Client(dashboard).log_in()
     found = json.loads(client.get("/api/stacks?worker=b").body)  # type: ignore[attr-defined]
@@ -273,12 +280,12 @@ def test_a_port_that_is_taken_is_named(dashboard: Dashboard, agents: list[Agent]
 
 
 def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "gradwire.dashboard.server")
+    monkeypatch.delitem(sys.modules, "gradwire.dashboard.web_server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(
         ConfigurationError, match=r"the page needs the package uvicorn: run pip install 'gradwire\[dashboard\]'"
     ):
-        __import__("gradwire.dashboard.server")
+        __import__("gradwire.dashboard.web_server")
 
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_port(dashboard: Dashboard) -> None:

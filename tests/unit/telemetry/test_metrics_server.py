@@ -1,0 +1,91 @@
+"""Metrics over HTTP: of one worker, and to whom."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import sys
+import urllib.request
+import warnings
+
+import pytest
+
+from conftest import MakeAgents
+from gradwire import telemetry
+from gradwire.errors import ConfigurationError, NotInitialized
+from gradwire.rpc import set_current_agent
+from gradwire.telemetry.metrics_server import serve_worker
+
+
+def test_a_worker_serves_its_metrics_until_it_is_closed(make_agents: MakeAgents) -> None:
+    a, _ = make_agents(2)
+    set_current_agent(a)
+    try:
+        server = telemetry.serve_metrics()
+        a.call("b", max, (1, 2))
+        with urllib.request.urlopen(server.url, timeout=10) as answer:
+            text = answer.read().decode()
+        assert 'gradwire_calls_total{function="builtins:max",outcome="ok",worker="a"} 1.0' in text
+        with pytest.raises(ConfigurationError, match=rf"cannot serve metrics at 127\.0\.0\.1 port {server.port}"):
+            telemetry.serve_metrics(server.port)
+        a.close()
+        with pytest.raises(ConnectionRefusedError):
+            http.client.HTTPConnection("127.0.0.1", server.port, timeout=5).connect()
+        server.close()
+    finally:
+        set_current_agent(None)
+
+
+def test_a_forked_process_does_not_keep_the_port(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    server = serve_worker(a, 0, "127.0.0.1")
+    descriptor = server._server.socket.fileno()
+    near, far = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        pid = os.fork()
+    if pid == 0:
+        os.write(far, b"open" if os.path.exists(f"/proc/self/fd/{descriptor}") else b"closed")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert os.read(near, 10) == b"closed"
+    os.close(near)
+    os.close(far)
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", 200),
+        ("localhost:1", 200),
+        ("[::1]:1", 200),
+        ("", 403),
+        ("evil.example:80", 403),
+        ("127.0.0.1.evil", 403),
+    ],
+)
+def test_requests_meant_for_another_host_are_refused(make_agents: MakeAgents, host: str, status: int) -> None:
+    (a,) = make_agents(1)
+    set_current_agent(a)
+    try:
+        with telemetry.serve_metrics() as server:
+            connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=10)
+            connection.request("GET", "/metrics", headers={"Host": host})
+            assert connection.getresponse().status == status
+            connection.close()
+    finally:
+        set_current_agent(None)
+
+
+def test_without_a_worker_there_is_nothing_to_serve() -> None:
+    with pytest.raises(NotInitialized):
+        telemetry.serve_metrics()
+
+
+def test_without_the_package_the_error_says_what_to_install(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (a,) = make_agents(1)
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    with pytest.raises(ConfigurationError, match=r"pip install 'gradwire\[metrics\]'"):
+        serve_worker(a, 0, "127.0.0.1")
