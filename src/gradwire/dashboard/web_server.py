@@ -55,10 +55,8 @@ STATIC = Path(__file__).with_name("static")
 INTERVAL_S = 1.0
 
 _HOST = "127.0.0.1"
-_START_S = 10.0
 _STOP_S = 5.0
 _MOST_REQUESTS = 100  # at a time
-_STALE_S = 0.5  # how old the answer to /api/state may be
 
 _MEDIA_TYPES = {
     ".css": "text/css",
@@ -223,9 +221,11 @@ class _Pages:
         self._files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
         self._state: State | None = None
         self._num_watching = 0
+        self._has_failed = False
         self._is_stopped = False
         self._changed: asyncio.Condition | None = None  # made in the server's loop
         self._wanted: asyncio.Event | None = None
+        self._collecting: asyncio.Lock | None = None  # held while the workers are asked: one at a time
         routes = [
             Route("/", self._page),
             Route("/events", self._events),
@@ -243,18 +243,29 @@ class _Pages:
 
     async def pump(self) -> None:
         """Collect the state once a second while a page is open."""
-        self._changed, self._wanted = asyncio.Condition(), asyncio.Event()
+        self._changed, self._wanted, self._collecting = asyncio.Condition(), asyncio.Event(), asyncio.Lock()
         while not self._is_stopped:
             if self._num_watching:
-                with contextlib.suppress(GradwireError, RuntimeError):  # the cluster is being closed
-                    await self._collect()
+                await self._try_to_collect()
             self._wanted.clear()
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._wanted.wait(), INTERVAL_S)
 
+    async def _try_to_collect(self) -> None:
+        try:
+            await self._collect()
+        except (GradwireError, RuntimeError):
+            pass  # the cluster is being closed
+        except Exception:
+            if not self._has_failed:
+                _log.exception("the page could not be updated; this is logged once")
+            self._has_failed = True
+
     async def _collect(self) -> State:
-        state: State = await self._in_thread(self._collector.collect)
         assert self._changed is not None
+        assert self._collecting is not None
+        async with self._collecting:
+            state: State = await self._in_thread(self._collector.collect)
         async with self._changed:
             self._state = state
             self._changed.notify_all()
@@ -273,7 +284,10 @@ class _Pages:
         return Response(self._files[name], media_type=_MEDIA_TYPES[Path(name).suffix])
 
     async def _get_state(self, request: Request) -> Response:
-        state = await self._collect()
+        try:
+            state = await self._collect()
+        except (GradwireError, RuntimeError) as error:
+            return _problem(503, f"the cluster is being closed: {error}")
         step = self._collector.choose(_chosen(request))
         return Response(msgspec.json.encode({**state.parts, "step": step}), media_type="application/json")
 

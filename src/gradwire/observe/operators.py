@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch.profiler
 
-from gradwire._torch import profile_all_threads
+from gradwire._torch import is_profiler_enabled, profile_all_threads
 from gradwire.errors import ConfigurationError
 from gradwire.observe.events import Event
 from gradwire.observe.timeline import OPERATOR
@@ -50,6 +50,10 @@ class OperatorProfile:
 
     def start(self) -> None:
         """Begin to record."""
+        if is_profiler_enabled():  # it would lose what it has recorded
+            raise ConfigurationError(
+                "torch.profiler is active in this process, and a second one cannot record; end it, or omit profile=True"
+            )
         try:
             self._profile.start()
         except RuntimeError as error:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import threading
 import time
 
+import pytest
 import torch
 
+from gradwire.errors import ConfigurationError
 from gradwire.observe.operators import OperatorProfile
 
 
@@ -44,3 +46,11 @@ def test_number_of_operators_is_bounded() -> None:
     events, num_dropped = profile.stop("a", 5)
     assert len(events) == 5
     assert num_dropped >= 15
+
+
+def test_profiler_of_the_program_is_left_alone() -> None:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        with pytest.raises(ConfigurationError, match=r"torch\.profiler is active"):
+            OperatorProfile().start()
+        torch.ones(2)
+    assert any(event.name == "aten::ones" for event in profile.events())
