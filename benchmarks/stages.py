@@ -41,7 +41,7 @@ class End:
             UnixChannel(sock, slots), StreamOptions(), slots=slots, label="a socket pair"
         )
         self.connection.decoder.accept = frozenset({Call, Reply})
-        self.codec = Codec("code", Limits(), [])
+        self.codec = Codec("caller", "code", Limits(), [])
         self.info = WorkerInfo("peer", 0)
 
 
@@ -53,7 +53,7 @@ def time_call(driver: End, server: End, tensor: torch.Tensor) -> list[int]:
     call = Call(1, name, 60.0, packed.codec, len(packed.body))
     driver.connection.send(call, packed.body, packed.tensors)
     ticks.append(time.perf_counter_ns())
-    (frame,) = server.connection.read_nowait() or ()
+    frame = server.connection.receive(time.monotonic() + 10.0)
     ticks.append(time.perf_counter_ns())
     _function, args, _kwargs = server.codec.load_call(frame, frame.message, server.info)
     ticks.append(time.perf_counter_ns())
@@ -61,7 +61,7 @@ def time_call(driver: End, server: End, tensor: torch.Tensor) -> list[int]:
     ticks.append(time.perf_counter_ns())
     server.connection.send(Reply(1, packed.codec, len(packed.body)), packed.body, packed.tensors)
     ticks.append(time.perf_counter_ns())
-    (frame,) = driver.connection.read_nowait() or ()
+    frame = driver.connection.receive(time.monotonic() + 10.0)
     ticks.append(time.perf_counter_ns())
     result = driver.codec.load(frame, frame.message, driver.info, name)
     ticks.append(time.perf_counter_ns())

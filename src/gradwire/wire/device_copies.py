@@ -305,7 +305,7 @@ def _launch_on_devices(
     if stream is None:
         return tensor.to(device, copy=True)
     stream.wait_event(torch.accelerator.current_stream(tensor.device).record_event())
-    with stream:
+    with _handle(stream):
         made = torch.empty_like(tensor, device=device)
         made.copy_(tensor, non_blocking=True)
     if tensor.device == device:  # otherwise it is read by the current stream of its own device
