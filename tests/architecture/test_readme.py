@@ -51,7 +51,7 @@ def test_commands_exist() -> None:
     assert {"demo", "test"} <= set(re.findall(r"\$ make ([\w-]+)", TEXT)) <= targets
 
 
-def test_picture_is_the_stored_one() -> None:
-    (picture,) = re.findall(r'<img src="([^"]+)"', TEXT)
-    assert (ROOT / picture).is_file()
-    assert 'alt="' in TEXT
+def test_pictures_are_stored_ones_with_descriptions() -> None:
+    pictures = re.findall(r'<img src="([^"]+)" alt="[^"]{30,}"', TEXT)
+    assert len(pictures) == TEXT.count("<img ") == 2
+    assert [picture for picture in pictures if not (ROOT / picture).is_file()] == []
