@@ -95,7 +95,9 @@ class Collector:
     def collect(self) -> State:
         """Ask all workers, and return what the page shows now."""
         rows, own = self._rows(), self._agent.info.name
-        reports = self._ask({row["name"]: row["pid"] for row in rows if row["state"] == "running" and row["name"] != own})
+        reports = self._ask(
+            {row["name"]: row["pid"] for row in rows if row["state"] == "running" and row["name"] != own}
+        )
         reports[own] = self._own.report()
         clocks = {own: 0, **{name: -offset_ns for name, offset_ns in self._clocks.offsets_ns().items()}}
         now, clock = time.time(), time.monotonic()

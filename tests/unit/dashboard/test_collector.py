@@ -72,9 +72,7 @@ S = 10**9
         (ClockOffset(2 * S, 7, 2_000_000), 2, 7),  # another process
     ],
 )
-def test_the_best_measurement_of_a_clock_counts_until_it_is_old(
-    later: ClockOffset, pid: int, expected_ns: int
-) -> None:
+def test_the_best_measurement_of_a_clock_counts_until_it_is_old(later: ClockOffset, pid: int, expected_ns: int) -> None:
     clocks = Clocks()
     clocks.add("b", 1, ClockOffset(1 * S, 5, 1000))
     clocks.add("b", pid, later)
