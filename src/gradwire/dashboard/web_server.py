@@ -223,7 +223,7 @@ class _Connection(H11Protocol):
 
     @property
     def is_idle(self) -> bool:
-        return self.cycle is None or self.cycle.response_complete
+        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # None before the first
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
