@@ -472,4 +472,5 @@ def _token_of(scope: Scope) -> str | None:
 
 
 def _refusal(status: int, text: str) -> Response:
-    return Response(f"{text}\n", status, media_type="text/plain; charset=utf-8")
+    # Not kept alive: a client that sends requests and reads no answers would hold a connection that is never idle.
+    return Response(f"{text}\n", status, {"connection": "close"}, "text/plain; charset=utf-8")

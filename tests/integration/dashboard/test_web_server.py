@@ -110,7 +110,8 @@ def test_a_link_works_once_and_nothing_is_shown_without_it(dashboard: Dashboard)
         "/?token=x",
         "/nothing",
     ):
-        assert stranger.get(path).status == 403, path
+        refusal = stranger.get(path)
+        assert (refusal.status, refusal.headers["connection"]) == (403, "close"), path
     cookie = first.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=lax" in cookie
@@ -284,12 +285,15 @@ def test_connections_without_requests_do_not_use_up_descriptors(dashboard: Dashb
         assert client.get("/").status == 200
 
 
-@pytest.mark.parametrize("first_bytes", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\nGET / HT"])
+@pytest.mark.parametrize(
+    "first_bytes", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nCookie: COOKIE\r\n\r\nGET / HT"]
+)
 def test_a_connection_that_sends_no_request_is_closed(
     dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
 ) -> None:
     monkeypatch.setattr(web_server, "_REQUEST_S", 0.1)
-    with connect(dashboard, first_bytes) as connection:
+    cookie = Client(dashboard).log_in().cookie
+    with connect(dashboard, first_bytes.replace(b"COOKIE", cookie.encode())) as connection:
         wait_until(lambda: is_ended(connection), 4.0)
 
 
