@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import conftest
+from gradwire.observe import events
 from gradwire.testing import LeakCheck, LeakFound, wait_until
 from gradwire.transports.shared_memory import LendingArena, is_available
 
@@ -78,6 +80,25 @@ def shared_file() -> Iterator[None]:
     path.unlink()
 
 
+@contextlib.contextmanager
+def subscription() -> Iterator[None]:
+    unsubscribe = events.subscribe(on_event)
+    yield
+    unsubscribe()
+
+
+def on_event(event: events.Event) -> None:
+    """Do nothing."""
+
+
+@contextlib.contextmanager
+def log_handler() -> Iterator[None]:
+    handler = logging.NullHandler()
+    logging.getLogger("gradwire").addHandler(handler)
+    yield
+    logging.getLogger("gradwire").removeHandler(handler)
+
+
 @pytest.mark.parametrize(
     ("leak", "name"),
     [
@@ -90,8 +111,22 @@ def shared_file() -> Iterator[None]:
         (shared_file, f"shared file /dev/shm/gradwire-test-{os.getpid()}"),
         (folder, "folder /tmp/"),
         (process, "process python"),
+        (subscription, "subscription of on_event"),
+        (log_handler, "log handler NullHandler"),
     ],
-    ids=["thread", "other thread", "socket", "file", "eventfd", "mapping", "shared file", "folder", "process"],
+    ids=[
+        "thread",
+        "other thread",
+        "socket",
+        "file",
+        "eventfd",
+        "mapping",
+        "shared file",
+        "folder",
+        "process",
+        "subscription",
+        "log handler",
+    ],
 )
 def test_a_leak_is_found_and_named(leak: Leak, name: str) -> None:
     check = LeakCheck(timeout_s=0.05)

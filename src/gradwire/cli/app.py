@@ -197,16 +197,19 @@ def status(
         show_status(cluster, as_json=as_json)
 
 
+_Cluster = Annotated[
+    Optional[str],  # noqa: UP045
+    typer.Argument(
+        metavar="CLUSTER",
+        help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
+        show_default=False,
+    ),
+]
+
+
 @_command(app, epilog=_EXIT_CODES)
 def top(
-    cluster: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(
-            metavar="CLUSTER",
-            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
-            show_default=False,
-        ),
-    ] = None,
+    cluster: _Cluster = None,
     interval_s: Annotated[
         float, typer.Option("--interval", metavar="S", min=0.1, help="Seconds between updates.")
     ] = 1.0,
@@ -227,14 +230,7 @@ def top(
 
 @_command(app, epilog=_EXIT_CODES)
 def dashboard(
-    cluster: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(
-            metavar="CLUSTER",
-            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
-            show_default=False,
-        ),
-    ] = None,
+    cluster: _Cluster = None,
     opens_browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser.")] = False,
 ) -> None:
     """Print a link to the live page of a running cluster: workers, graph, time line, errors, references, stacks.
@@ -246,21 +242,14 @@ def dashboard(
       gradwire dashboard
       gradwire dashboard train-4711 --open
     """
-    from gradwire.cli.dashboard_link import show_link
+    from gradwire.cli.driver_operations import show_link
 
     show_link(cluster, opens_browser=opens_browser)
 
 
 @_command(app, epilog=_EXIT_CODES)
 def trace(
-    cluster: Annotated[
-        Optional[str],  # noqa: UP045
-        typer.Argument(
-            metavar="CLUSTER",
-            help="Name of a cluster, a prefix of it, or the driver's process id; not needed if you have only one open.",
-            show_default=False,
-        ),
-    ] = None,
+    cluster: _Cluster = None,
     output: Annotated[
         Path,
         typer.Option(
@@ -284,7 +273,7 @@ def trace(
       gradwire trace
       gradwire trace train-4711 --seconds 3 --profile -o step.zip
     """
-    from gradwire.cli.trace_recording import record_trace
+    from gradwire.cli.driver_operations import record_trace
 
     record_trace(cluster, output, seconds, profile=profile, max_events=max_events)
 

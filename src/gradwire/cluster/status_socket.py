@@ -42,6 +42,7 @@ _MAX_REQUEST_BYTES = 4096
 _MAX_REPORT_BYTES = 64 << 20
 _READ_BYTES = 1 << 16
 _BACKLOG = 16
+_READ_TIMEOUT_S = 2.0
 _SEND_TIMEOUT_S = 2.0
 _STOP_TIMEOUT_S = 0.2
 _PID = re.compile(rf"-(\d+)(?:-\d)?{re.escape(SUFFIX)}$")  # at the end of the name of a socket
@@ -60,7 +61,7 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What an operation of the cluster returned, or why it failed."""
+    """What an operation of the cluster returned, or why it, or a report, failed."""
 
     text: str = ""
     error: str = ""
@@ -94,7 +95,7 @@ class ClusterReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StatusSocket:
-    """Serves the status of one cluster in a daemon thread, and operations that return a text, in threads of their own.
+    """Serves the status of one cluster, and operations that return a text: each client in a daemon thread of its own.
 
     As a context manager it closes itself at the end.
     """
@@ -110,6 +111,7 @@ class StatusSocket:
         self._operations = operations
         self._opened_at = time.monotonic()
         self._owner_pid = os.getpid()
+        self._is_closed = False
         self._folder = ""
         with contextlib.suppress(FileNotFoundError):  # it has been removed
             self._folder = os.getcwd()
@@ -146,11 +148,12 @@ class StatusSocket:
         """Stop serving and remove the socket. Idempotent."""
         if os.getpid() != self._owner_pid:
             return  # a process that the driver forked
+        self._is_closed = True
         _open_sockets.discard(self)
         self._path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # unlike close, it ends the wait in accept
-        self._thread.join(_STOP_TIMEOUT_S)  # a thread that is still asking workers ends when they have answered
+        self._thread.join(_STOP_TIMEOUT_S)
         self._listener.close()
 
     def leave_to_parent(self) -> None:
@@ -167,33 +170,40 @@ class StatusSocket:
                     time.sleep(_STOP_TIMEOUT_S)  # the process is short of something now
                     continue
                 return  # closed
-            with contextlib.ExitStack() as stack:
-                stack.enter_context(connection)
-                stack.enter_context(
-                    contextlib.suppress(OSError, GradwireError, RuntimeError, msgspec.MsgspecError),
-                )
-                connection.settimeout(_SEND_TIMEOUT_S)
-                if _user_of(connection) == os.geteuid():
-                    request = msgspec.json.decode(_read_line(connection), type=Request)
-                    if request.operation == "status":
-                        connection.sendall(msgspec.json.encode(self._report()))
-                    else:  # it may take long
-                        name, args = f"gradwire-driver-{request.operation}", (connection, request)
-                        threading.Thread(target=self._perform, args=args, name=name, daemon=True).start()
-                        stack.pop_all()  # that thread closes the connection
-
-    def _perform(self, connection: socket.socket, request: Request) -> None:
-        operation = self._operations.get(request.operation)
-        with connection, contextlib.suppress(OSError, RuntimeError):
             try:
-                if operation is None:
-                    text = f"the driver runs gradwire {GRADWIRE_VERSION}, which has no {request.operation!r}"
-                    answer = Answer(error=text)
-                else:
-                    answer = Answer(operation(**request.options))
-            except (GradwireError, OSError, TypeError) as error:
-                answer = Answer(error=str(error) or type(error).__name__)
-            connection.sendall(msgspec.json.encode(answer))
+                if _user_of(connection) != os.geteuid():
+                    connection.close()
+                    continue
+                # A silent client, or an operation that takes long, must not delay others.
+                thread = threading.Thread(
+                    target=self._answer, args=(connection,), name="gradwire-driver-status-client", daemon=True
+                )
+                thread.start()
+            except (OSError, RuntimeError):  # the client is gone, or no thread can be started now
+                connection.close()
+
+    def _answer(self, connection: socket.socket) -> None:
+        # The client is gone or too slow, or its request is not valid.
+        with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
+            request = msgspec.json.decode(_read_line(connection, _READ_TIMEOUT_S), type=Request)
+            answer = msgspec.json.encode(self._perform(request))
+            connection.settimeout(_SEND_TIMEOUT_S)
+            connection.sendall(answer)
+
+    def _perform(self, request: Request) -> ClusterReport | Answer:
+        try:
+            if request.operation == "status":
+                return self._report()
+            operation = self._operations.get(request.operation)
+            if operation is None:
+                return Answer(error=f"the driver runs gradwire {GRADWIRE_VERSION}, which has no {request.operation!r}")
+            return Answer(operation(**request.options))
+        except (GradwireError, OSError) as error:
+            return Answer(error=str(error) or type(error).__name__)
+        except Exception as error:
+            if not self._is_closed:
+                _log.exception("`gradwire %s` failed", request.operation)
+            return Answer(error=f"the driver failed with {type(error).__name__}: {error}")
 
     def _report(self) -> ClusterReport:
         return ClusterReport(
@@ -219,9 +229,15 @@ def _leave_all_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
-def _read_line(connection: socket.socket) -> bytes:
+def _read_line(connection: socket.socket, timeout_s: float) -> bytes:
+    """Read a line, in that time for all of it."""
+    deadline = time.monotonic() + timeout_s
     line = bytearray()
     while not line.endswith(b"\n") and len(line) < _MAX_REQUEST_BYTES:
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        connection.settimeout(left_s)
         data = connection.recv(_MAX_REQUEST_BYTES)
         if not data:
             break
@@ -378,10 +394,7 @@ def run_operation(
     Raises:
         NoReport: It did not respond in time, has just exited, or could not do it; the message says why.
     """
-    answer = _ask(path, Request(operation, dict(options or {})), timeout_s, Answer)
-    if answer.error:
-        raise NoReport(answer.error)
-    return answer.text
+    return _ask(path, Request(operation, dict(options or {})), timeout_s, Answer).text
 
 
 def _ask(path: Path, request: Request, timeout_s: float, kind: type[_Kind]) -> _Kind:
@@ -413,6 +426,8 @@ def _ask(path: Path, request: Request, timeout_s: float, kind: type[_Kind]) -> _
     if not text:
         raise NoReport("the cluster is being closed")
     try:
+        if problem := msgspec.json.decode(text, type=Answer).error:
+            raise NoReport(problem)
         return msgspec.json.decode(text, type=kind)
     except msgspec.MsgspecError as error:
         raise NoReport(f"the driver runs another version of gradwire ({error})") from None

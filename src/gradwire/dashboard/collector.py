@@ -47,6 +47,7 @@ _GRAPH_S = 0.5
 _OPEN_S = 0.8  # contexts that are open for longer are looked at while they are open
 _MOST_OPEN = 4  # of these, at a time
 _GRACE_S = 0.5  # for answers that are on their way when their time is over
+_MOST_DRIFT = 1e-4  # seconds per second by which two clocks may part
 _MOST_RECORDS = 200
 _MOST_LOGGED = 1_000  # characters of a line of the log
 
@@ -74,11 +75,11 @@ class Collector:
         self._last_seen: dict[str, float] = {}  # by worker
         self._states: dict[str, str] = {}
         self._open_since: dict[int, float] = {}  # contexts, by id
-        self._clocks: dict[str, ClockOffset] = {}  # of workers, by the best measurement
+        self._clocks = Clocks()
         self._num_dropped = 0
         self._number = 0
         # A thread that logs may hold any lock, so the handler takes none of these.
-        self._logged: collections.deque[logging.LogRecord] = collections.deque(maxlen=_MOST_RECORDS)
+        self._logged: collections.deque[_Logged] = collections.deque(maxlen=_MOST_RECORDS)
         self._log = _LogHandler(self._logged.append)
         logging.getLogger(ROOT).addHandler(self._log)
 
@@ -94,9 +95,11 @@ class Collector:
     def collect(self) -> State:
         """Ask all workers, and return what the page shows now."""
         rows, own = self._rows(), self._agent.info.name
-        reports = self._ask([row["name"] for row in rows if row["state"] == "running" and row["name"] != own])
+        reports = self._ask(
+            {row["name"]: row["pid"] for row in rows if row["state"] == "running" and row["name"] != own}
+        )
         reports[own] = self._own.report()
-        clocks = {own: 0, **{name: -offset.offset_ns for name, offset in self._clocks.items()}}
+        clocks = {own: 0, **{name: -offset_ns for name, offset_ns in self._clocks.offsets_ns().items()}}
         now, clock = time.time(), time.monotonic()
         makers = {item.context_id: name for name, report in reports.items() for item in report.contexts}
         self._open_since = {item: self._open_since.get(item, clock) for item in makers}
@@ -123,8 +126,8 @@ class Collector:
         with self._lock:
             return self._steps.choose(context_id)
 
-    def _ask(self, names: Sequence[str]) -> dict[str, WorkerReport]:
-        """Ask workers in parallel, and compare their clocks with this one."""
+    def _ask(self, pids: Mapping[str, int | None]) -> dict[str, WorkerReport]:
+        """Ask workers, given with their process ids, in parallel, and compare their clocks with this one."""
         asked_ns: dict[str, int] = {}
         answered_ns: dict[str, int] = {}
         reports: dict[str, WorkerReport] = {}
@@ -138,7 +141,7 @@ class Collector:
 
         deadline = time.monotonic() + _ANSWER_S
         num_asked = 0
-        for name in names:
+        for name in pids:
             asked_ns[name] = time.monotonic_ns()
             left_s = max(0.01, deadline - time.monotonic())
             with contextlib.suppress(GradwireError):  # it died, or is too busy to be connected to
@@ -151,8 +154,7 @@ class Collector:
         for name, report in found.items():
             sample = ClockSample(asked_ns[name], report.now_ns, answered_ns[name])
             offset = estimate_offset([sample], is_same_machine=bool(self._engine.prober.clocks([name])))
-            if name not in self._clocks or offset.error_ns <= self._clocks[name].error_ns:
-                self._clocks[name] = offset
+            self._clocks.add(name, pids[name], offset)
         return found
 
     def _long_open(self, clock: float) -> list[int]:
@@ -174,11 +176,8 @@ class Collector:
 
     def _add_logged(self) -> None:
         while self._logged:
-            record = self._logged.popleft()
-            level = "error" if record.levelno >= logging.ERROR else "warning"
-            text = clean(record.getMessage()[:_MOST_LOGGED])
-            worker = getattr(record, "worker", "") or self._agent.info.name
-            self._problems.add(worker, "log", text, record.created, level)
+            item = self._logged.popleft()
+            self._problems.add(item.worker or self._agent.info.name, "log", item.text, item.created, item.level)
 
     def _parts(self, rows: Sequence[Row], reports: Mapping[str, WorkerReport], clock: float) -> Mapping[str, Any]:
         return {
@@ -222,10 +221,48 @@ def _events_of(worker: str, report: WorkerReport) -> list[Event]:
         return []
 
 
+class Clocks:
+    """How far the clocks of workers are ahead of this one, by the best measurement of each. No clock inside.
+
+    The error of a measurement grows with its age, so that a worse one replaces it in time. A process that was started anew
+    may be on another machine.
+    """
+
+    def __init__(self) -> None:
+        self._offsets: dict[str, tuple[int | None, ClockOffset]] = {}  # by worker, with its process id
+
+    def add(self, worker: str, pid: int | None, offset: ClockOffset) -> None:
+        known_pid, known = self._offsets.get(worker, (None, None))
+        if known is not None and known_pid == pid:
+            error_ns = known.error_ns + _MOST_DRIFT * (offset.at_ns - known.at_ns)
+            if error_ns < offset.error_ns:
+                return
+        self._offsets[worker] = (pid, offset)
+
+    def offsets_ns(self) -> dict[str, int]:
+        return {worker: offset.offset_ns for worker, (_, offset) in self._offsets.items()}
+
+
+@dataclass(frozen=True)
+class _Logged:
+    """What the page shows of a record of the log, which itself may hold on to frames and tensors."""
+
+    created: float
+    level: str
+    worker: str
+    text: str
+
+
 class _LogHandler(logging.Handler):
-    def __init__(self, take: Callable[[logging.LogRecord], None]) -> None:
+    def __init__(self, take: Callable[[_Logged], None]) -> None:
         super().__init__(logging.WARNING)
         self._take = take
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._take(record)
+        try:
+            text = clean(record.getMessage()[:_MOST_LOGGED])
+        except Exception:
+            self.handleError(record)  # its arguments do not fit
+            return
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        self._take(_Logged(record.created, level, getattr(record, "worker", ""), text))

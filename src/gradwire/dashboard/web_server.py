@@ -41,6 +41,7 @@ try:
     from starlette.requests import Request
     from starlette.responses import HTMLResponse, RedirectResponse, Response
     from starlette.routing import Route
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ConfigurationError(
         f"the page needs the package {(error.name or '').partition('.')[0]}: run pip install 'gradwire[dashboard]'"
@@ -56,7 +57,8 @@ INTERVAL_S = 1.0
 
 _HOST = "127.0.0.1"
 _STOP_S = 5.0
-_MOST_REQUESTS = 100  # at a time
+_MOST_CONNECTIONS = 64
+_REQUEST_S = 10.0  # for a connection to send a request
 
 _MEDIA_TYPES = {
     ".css": "text/css",
@@ -92,27 +94,31 @@ class Dashboard:
         self._name = name
         self._owner_pid = os.getpid()
         self._access = Access()
-        self._collector = Collector(agent, name, rows)
-        self._listener = _listen(port)
-        self._port: int = self._listener.getsockname()[1]
-        self._pages = _Pages(agent, self._collector, self._access, self._port)
-        config = uvicorn.Config(
-            self._pages.app,
-            http="h11",
-            ws="none",
-            lifespan="off",
-            loop="asyncio",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            limit_concurrency=_MOST_REQUESTS,
-            timeout_graceful_shutdown=1,
-        )
-        self._server = uvicorn.Server(config)
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
-        self._thread = threading.Thread(target=self._run, name="gradwire-driver-dashboard", daemon=True)
-        self._thread.start()
+        with contextlib.ExitStack() as undo:
+            self._listener = _listen(port)
+            undo.callback(self._listener.close)
+            self._port: int = self._listener.getsockname()[1]
+            self._collector = Collector(agent, name, rows)
+            undo.callback(self._collector.close)
+            self._pages = _Pages(agent, self._collector, self._access, self._port)
+            config = uvicorn.Config(
+                self._pages.app,
+                http=_Connection,
+                ws="none",
+                lifespan="off",
+                loop="asyncio",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                backlog=_MOST_CONNECTIONS,  # the event loop accepts as many at once, before it looks at one
+                timeout_graceful_shutdown=1,
+            )
+            self._server = uvicorn.Server(config)
+            self._thread = threading.Thread(target=self._run, name="gradwire-driver-dashboard", daemon=True)
+            self._thread.start()
+            undo.pop_all()
         _open_dashboards.add(self)
 
     def __repr__(self) -> str:
@@ -198,13 +204,56 @@ def _listen(port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((_HOST, port))
-        listener.listen(64)
+        listener.listen(_MOST_CONNECTIONS)
     except OSError as error:
         listener.close()
         raise ConfigurationError(
             f"the page cannot listen on port {port} of this machine: {error.strerror}; pass another port, or 0 for any"
         ) from error
     return listener
+
+
+class _Connection(H11Protocol):
+    """One connection. All users of the machine can open some, so their number and the time without a request have bounds."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self._made_at = self.loop.time()
+        self._idle_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        return self.cycle is None or self.cycle.response_complete  # type: ignore[redundant-expr]  # None before the first
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._expect_request()
+        if len(self.connections) > _MOST_CONNECTIONS:
+            idle = [item for item in self.connections if isinstance(item, _Connection) and item.is_idle]
+            oldest = min(idle, key=lambda item: item._made_at)
+            self.connections.discard(oldest)
+            oldest.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        self._expect_request()
+        super().on_response_complete()
+
+    def _expect_request(self) -> None:
+        # uvicorn's own timer ends with the first byte, and there is none before the first request.
+        self._stop_timer()
+        self._idle_timer = self.loop.call_later(_REQUEST_S, self._close_if_idle)
+
+    def _close_if_idle(self) -> None:
+        if self.is_idle:
+            self.transport.abort()
+
+    def _stop_timer(self) -> None:
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
 
 
 class _Pages:
@@ -220,8 +269,9 @@ class _Pages:
         paths = [path for path in STATIC.rglob("*") if path.suffix in _MEDIA_TYPES]
         self._files = {path.relative_to(STATIC).as_posix(): path.read_bytes() for path in paths}
         self._state: State | None = None
+        self._collected_at = 0.0  # when the collection of _state began, on the clock of the server's loop
         self._num_watching = 0
-        self._has_failed = False
+        self._failures: set[type[Exception]] = set()  # that were logged
         self._is_stopped = False
         self._changed: asyncio.Condition | None = None  # made in the server's loop
         self._wanted: asyncio.Event | None = None
@@ -239,7 +289,7 @@ class _Pages:
         self._is_stopped = True
 
     def close(self) -> None:
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     async def pump(self) -> None:
         """Collect the state once a second while a page is open."""
@@ -254,22 +304,26 @@ class _Pages:
     async def _try_to_collect(self) -> None:
         try:
             await self._collect()
-        except (GradwireError, RuntimeError):
-            pass  # the cluster is being closed
-        except Exception:
-            if not self._has_failed:
-                _log.exception("the page could not be updated; this is logged once")
-            self._has_failed = True
+        except Exception as error:
+            if type(error) not in self._failures and not self._is_stopped:
+                _log.exception("the page could not be updated; this is logged once for each kind of error")
+            self._failures.add(type(error))
 
     async def _collect(self) -> State:
+        """Return a state that is not older than this call; those who wait at the same time share it."""
         assert self._changed is not None
         assert self._collecting is not None
+        clock = asyncio.get_running_loop().time
+        asked_at = clock()
         async with self._collecting:
+            if self._state is not None and self._collected_at >= asked_at:
+                return self._state
+            began_at = clock()
             state: State = await self._in_thread(self._collector.collect)
-        async with self._changed:
-            self._state = state
-            self._changed.notify_all()
-        return state
+            async with self._changed:
+                self._state, self._collected_at = state, began_at
+                self._changed.notify_all()
+            return state
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._pool, functools.partial(function, *args))
@@ -287,7 +341,7 @@ class _Pages:
         try:
             state = await self._collect()
         except (GradwireError, RuntimeError) as error:
-            return _problem(503, f"the cluster is being closed: {error}")
+            return _problem(503, f"the workers could not be asked: {error}")
         step = self._collector.choose(_chosen(request))
         return Response(msgspec.json.encode({**state.parts, "step": step}), media_type="application/json")
 
@@ -418,4 +472,5 @@ def _token_of(scope: Scope) -> str | None:
 
 
 def _refusal(status: int, text: str) -> Response:
-    return Response(f"{text}\n", status, media_type="text/plain; charset=utf-8")
+    # Not kept alive: a client that sends requests and reads no answers would hold a connection that is never idle.
+    return Response(f"{text}\n", status, {"connection": "close"}, "text/plain; charset=utf-8")

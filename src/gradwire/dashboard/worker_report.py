@@ -6,12 +6,13 @@ A worker observes only while it is asked: every report lets it observe for a few
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -112,7 +113,7 @@ class EventBuffer:
         self._events: collections.deque[Event] = collections.deque(maxlen=MOST_EVENTS)
         self._num_seen = 0
         self._lease_ns = 0
-        self._unsubscribe: Any = None
+        self._unsubscribe: Callable[[], None] | None = None
 
     def take(self) -> tuple[bytes, int]:
         """Return the events since the last time, encoded, and how many more there were."""
@@ -127,19 +128,23 @@ class EventBuffer:
 
     def close(self) -> None:
         with self._lock:
-            unsubscribe, self._unsubscribe = self._unsubscribe, None
-        if unsubscribe is not None:
-            unsubscribe()
+            self._stop()
 
     def _on_event(self, event: Event) -> None:
-        if event.worker != self._worker:
-            return  # another worker in this process
         with self._lock:
-            self._events.append(event)
-            self._num_seen += 1
-            is_over = event.end_ns > self._lease_ns
-        if is_over:
-            self.close()
+            # First, and for events of other workers in this process too: this one may be closed.
+            if event.end_ns > self._lease_ns:
+                self._stop()
+            elif event.worker == self._worker:
+                self._events.append(event)
+                self._num_seen += 1
+
+    def _stop(self) -> None:
+        unsubscribe, self._unsubscribe = self._unsubscribe, None
+        self._events.clear()
+        self._num_seen = 0
+        if unsubscribe is not None:
+            unsubscribe()
 
 
 class StepCapture:
@@ -148,12 +153,14 @@ class StepCapture:
     def __init__(self, engine: DistEngine) -> None:
         self._engine = engine
         # Single operations only:
+        self._lease_ns = 0
         self._roots: tuple[int, list[weakref.ref[torch.Tensor]]] = (0, [])
         self._step: Step | None = None
 
     def take(self) -> Step | None:
         """Return the step that was collected since the last time, and collect another."""
         step, self._step = self._step, None
+        self._lease_ns = time.monotonic_ns() + _LEASE_NS
         if self._engine.observer is None:
             self._engine.observer = self
         return step
@@ -166,6 +173,9 @@ class StepCapture:
         self._roots = (context_id, [weakref.ref(tensor) for tensor in roots])
 
     def before_release(self, context_id: int) -> None:
+        if time.monotonic_ns() > self._lease_ns:
+            self.close()
+            return
         context = self._engine.container.find(context_id)
         if context is None or not context.exchanges or creator_of(context_id) != self._engine.container.worker:
             return
@@ -191,24 +201,29 @@ class Reporter:
         self._engine: DistEngine = agent.extensions[AUTOGRAD]
         self._events = EventBuffer(agent.info.name)
         self._capture = StepCapture(self._engine)
+        self._lock = threading.Lock()  # guards _is_closed, and starting to observe
+        self._is_closed = False
         agent.before_close.append(self.close)
 
     def report(self) -> WorkerReport:
-        """Return what this worker does, and observe until the next report."""
-        latest, num_dropped = self._events.take()
+        """Return what this worker does, and observe until the next report, unless this was closed."""
+        latest, num_dropped, step = b"", 0, None
+        with self._lock:
+            if not self._is_closed:
+                latest, num_dropped = self._events.take()
+                step = self._capture.take()
         return WorkerReport(
-            time.monotonic_ns(),
-            self._references(),
-            tuple(self._open_contexts()),
-            self._capture.take(),
-            latest,
-            num_dropped,
+            time.monotonic_ns(), self._references(), tuple(self._open_contexts()), step, latest, num_dropped
         )
 
     def close(self) -> None:
-        """Stop observing."""
-        self._events.close()
-        self._capture.close()
+        """Stop observing. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            self._events.close()
+            self._capture.close()
+        with contextlib.suppress(ValueError):  # closed before
+            self._agent.before_close.remove(self.close)
 
     def _references(self) -> References:
         references = self._agent.extensions["rref"]

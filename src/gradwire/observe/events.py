@@ -120,6 +120,11 @@ def subscribe(callback: Subscriber) -> Callable[[], None]:
     return lambda: _change(remove=subscription)
 
 
+def all_subscribed() -> list[Subscriber]:
+    """Return the functions that are called with events now."""
+    return [item.callback for item in _subscriptions]
+
+
 def _change(add: _Subscription | None = None, remove: _Subscription | None = None) -> None:
     global sink, _subscriptions
     with _lock:

@@ -86,13 +86,13 @@ class _Output(logging.StreamHandler):  # type: ignore[type-arg]
             super().emit(record)
 
 
-_output: Final = _Output()
+output: Final = _Output()
 
 
 def print_records(*, shows_worker: bool = True) -> None:
     """Print records of this process with their worker and context, while the program has not configured logging."""
-    _output.setFormatter(WorkerFormatter(shows_worker=shows_worker))
-    logging.getLogger(ROOT).addHandler(_output)
+    output.setFormatter(WorkerFormatter(shows_worker=shows_worker))
+    logging.getLogger(ROOT).addHandler(output)
 
 
 def read_level(level: LogLevel | int) -> int:
@@ -115,5 +115,5 @@ def set_process_level(level: int) -> None:
     """Set the level of all loggers of gradwire in this process, and make sure that records can be seen."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(level)
-    if _output not in logger.handlers:
+    if output not in logger.handlers:
         print_records()

@@ -375,7 +375,7 @@ class Agent:
             if self.is_closed:
                 return
             self.is_closed = True
-        for tell in self.before_close:
+        for tell in tuple(self.before_close):  # some remove themselves
             tell()
         for listener in self._listeners:
             self.reactor.remove(listener.fileno())

@@ -1,14 +1,15 @@
 """Leak check: finds resources that a test leaves behind.
 
 `LeakCheck` looks at this process from outside, through ``/proc``, and so finds resources that a library has forgotten. Only
-autograd contexts and references are read from gradwire itself. Resources that existed when the check began are not
-leaks; neither are the daemon threads of other libraries, nor the template process that
+autograd contexts, references, subscriptions of events and log handlers are read from gradwire itself. Resources that
+existed when the check began are not leaks; neither are the daemon threads of other libraries, nor the template process that
 `gradwire.cluster` keeps for the next cluster.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
 import stat
@@ -21,6 +22,7 @@ from pathlib import Path
 from types import TracebackType
 
 from gradwire.autograd import engine
+from gradwire.observe import events, log
 from gradwire.rref import context as rref_context
 from gradwire.testing.agents import wait_until
 
@@ -34,7 +36,8 @@ class LeakFound(AssertionError):
 
 
 class LeakCheck:
-    """Compares threads, descriptors, shared memory, child processes, temporary folders and contexts with the start.
+    """Compares threads, descriptors, shared memory, child processes, temporary folders, contexts, references,
+    subscriptions of events and handlers of gradwire's log with the start.
 
     As a context manager it raises `LeakFound` at the end, unless the block itself has failed.
 
@@ -104,6 +107,8 @@ def _look() -> dict[str, Counter[str]]:
         "process": Counter(processes),
         "autograd context": contexts_left(),
         "reference": references_left(),
+        "subscription of": Counter(getattr(item, "__qualname__", repr(item)) for item in events.all_subscribed()),
+        "log handler": _log_handlers(),
     }
 
 
@@ -164,6 +169,11 @@ def _child_names() -> list[str]:
             except OSError:  # reaped in between
                 continue
     return names
+
+
+def _log_handlers() -> Counter[str]:
+    """Return the handlers of gradwire's log, without the one that prints for the rest of the process."""
+    return Counter(type(item).__name__ for item in logging.getLogger(log.ROOT).handlers if item is not log.output)
 
 
 def contexts_left() -> Counter[str]:

@@ -6,8 +6,9 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from dashboard.browser import MISSING, find_browser
 from gradwire import autograd
 from gradwire.cli.app import app
 from gradwire.cluster.api import Cluster
+from gradwire.dashboard.web_server import Dashboard
 from gradwire.errors import GradwireError
 from gradwire.optim import DistributedOptimizer
+from gradwire.rpc.agent import Agent
 
 playwright = pytest.importorskip("playwright.sync_api", reason="run pip install playwright")
 expect = playwright.expect
@@ -25,6 +28,16 @@ expect = playwright.expect
 pytestmark = pytest.mark.skipif(find_browser() is None, reason=MISSING)
 
 WAIT_MS = 20_000
+
+WITHOUT_OPEN = """
+const {matches} = Element.prototype, {supports} = CSS;
+Element.prototype.matches = function (selector) {
+  if (selector.includes(":open")) throw new SyntaxError(`${selector} is not a valid selector`);
+  return matches.call(this, selector);
+};
+CSS.supports = (...condition) => !condition[0].includes(":open") && supports(...condition);
+"""
+"""Makes a browser one that does not know ``:open``."""
 
 
 @contextmanager
@@ -122,6 +135,7 @@ def test_workers_and_edges_appear_and_a_killed_worker_turns_red(
 
 def test_the_page_can_be_used_with_the_keyboard_alone(page: playwright.Page, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYSPY_BIN", "/nonexistent/py-spy")
+    page.add_init_script(WITHOUT_OPEN)
     with Cluster.local(1) as cluster, training(cluster):
         page.goto(cluster.dashboard().url)
         expect(page.locator("#messages button")).to_have_count(1)
@@ -174,3 +188,27 @@ def test_names_from_workers_are_text_and_the_page_fits_a_narrow_window(
         assert page.evaluate("document.documentElement.scrollWidth") <= 390
         table = page.locator("table.workers")
         assert table.evaluate("element => element.scrollWidth <= element.parentElement.clientWidth")
+
+
+def test_the_page_says_when_there_is_no_news(page: playwright.Page, make_agents: Callable[..., list[Agent]]) -> None:
+    (a,) = make_agents(1, "inproc")
+    has_failed = threading.Event()
+    fails = False
+
+    def rows() -> list[dict[str, Any]]:
+        if fails:
+            has_failed.set()
+            raise ValueError
+        return []
+
+    page.clock.install()
+    live = page.locator("#live")
+    with Dashboard(a, "train-1", rows) as dashboard:
+        page.goto(dashboard.url)
+        expect(live).to_have_text("live")
+        fails = True
+        assert has_failed.wait(20.0)
+        page.clock.fast_forward(6_000)
+        expect(live).to_have_text("no news from the driver")
+        fails = False
+        expect(live).to_have_text("live")

@@ -5,8 +5,12 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import logging
 import os
+import socket
 import sys
+import threading
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,6 +19,7 @@ import pytest
 import torch
 
 from gradwire import autograd, rpc
+from gradwire.dashboard import web_server
 from gradwire.dashboard.web_server import STATIC, Dashboard
 from gradwire.dashboard.worker_report import REPORT, serve_reports
 from gradwire.errors import ConfigurationError
@@ -105,7 +110,8 @@ def test_a_link_works_once_and_nothing_is_shown_without_it(dashboard: Dashboard)
         "/?token=x",
         "/nothing",
     ):
-        assert stranger.get(path).status == 403, path
+        refusal = stranger.get(path)
+        assert (refusal.status, refusal.headers["connection"]) == (403, "close"), path
     cookie = first.headers["set-cookie"]
     assert "HttpOnly" in cookie
     assert "SameSite=lax" in cookie
@@ -159,8 +165,11 @@ def test_a_token_survives_those_who_only_look_at_the_link(dashboard: Dashboard) 
     assert Client(dashboard).get(link).status == 303
 
 
-@pytest.mark.parametrize("path", ["/static/../server.py", "/static/..%2fserver.py", "/static//etc/passwd", "/static/"])
+@pytest.mark.parametrize(
+    "path", ["/static/../web_server.py", "/static/..%2fweb_server.py", "/static//etc/passwd", "/static/"]
+)
 def test_only_files_of_the_page_are_served(dashboard: Dashboard, path: str) -> None:
+    assert (STATIC / ".." / "web_server.py").exists()
     assert Client(dashboard).log_in().get(path).status == 404
 
 
@@ -245,6 +254,132 @@ def test_stacks_of_a_worker(dashboard: Dashboard, monkeypatch: pytest.MonkeyPatc
     assert client.get("/api/stacks?worker=%3Cb%3E").status == 404
 
 
+def connect(dashboard: Dashboard, first_bytes: bytes = b"") -> socket.socket:
+    connection = socket.create_connection(("127.0.0.1", dashboard.port), timeout=10.0)
+    connection.sendall(first_bytes)
+    return connection
+
+
+def is_ended(connection: socket.socket) -> bool:
+    connection.setblocking(False)
+    try:
+        return connection.recv(1 << 16) == b""
+    except BlockingIOError:
+        return False
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_without_requests_do_not_use_up_descriptors(dashboard: Dashboard) -> None:
+    client = Client(dashboard).log_in()
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(connect(dashboard)) for _ in range(150)]
+        ended: set[socket.socket] = set()
+
+        def num_open() -> int:
+            ended.update(item for item in silent if item not in ended and is_ended(item))
+            return len(silent) - len(ended)
+
+        wait_until(lambda: num_open() <= web_server._MOST_CONNECTIONS, 20.0)
+        assert silent[-1] not in ended  # the oldest give way
+        assert client.get("/").status == 200
+
+
+@pytest.mark.parametrize(
+    "first_bytes", [b"", b"GET / HT", b"GET / HTTP/1.1\r\nHost: localhost\r\nCookie: COOKIE\r\n\r\nGET / HT"]
+)
+def test_a_connection_that_sends_no_request_is_closed(
+    dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
+) -> None:
+    monkeypatch.setattr(web_server, "_REQUEST_S", 0.1)
+    cookie = Client(dashboard).log_in().cookie
+    with connect(dashboard, first_bytes.replace(b"COOKIE", cookie.encode())) as connection:
+        wait_until(lambda: is_ended(connection), 4.0)
+
+
+def test_a_stream_stays_open_for_longer_than_a_request_may_take(
+    dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_server, "_REQUEST_S", 0.1)
+    monkeypatch.setattr(web_server, "INTERVAL_S", 0.2)
+    with stream_of(dashboard) as stream:
+        for _ in range(2):
+            wait_for_tick(stream)
+
+
+@contextlib.contextmanager
+def stream_of(dashboard: Dashboard) -> Iterator[http.client.HTTPResponse]:
+    client = Client(dashboard).log_in()
+    with contextlib.closing(http.client.HTTPConnection("127.0.0.1", dashboard.port, timeout=10.0)) as connection:
+        connection.request("GET", "/events", headers={"Cookie": client.cookie})
+        yield connection.getresponse()
+
+
+def wait_for_tick(stream: http.client.HTTPResponse) -> None:
+    while line := stream.readline():
+        if line.startswith(b"event: tick"):
+            return
+    raise AssertionError("the stream has ended")
+
+
+def test_the_page_goes_on_after_errors_and_each_kind_is_logged_once(
+    agents: list[Agent], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web_server, "INTERVAL_S", 0.05)
+    a, b = agents
+    errors: list[Exception] = [ValueError("one"), ValueError("two"), RuntimeError("three")]
+
+    def rows() -> list[dict[str, Any]]:
+        if errors:
+            raise errors.pop(0)
+        return [row(a), row(b)]
+
+    with Dashboard(a, "train-1", rows) as dashboard, stream_of(dashboard) as stream:
+        wait_for_tick(stream)
+    logged = [item.exc_info[1] for item in caplog.records if item.exc_info]
+    assert [str(item) for item in logged] == ["one", "three"]
+
+
+def test_requests_at_the_same_time_share_one_collection(agents: list[Agent]) -> None:
+    a, b = agents
+    go_on, num_asked, num_at_once = threading.Event(), 0, 0
+
+    def rows() -> list[dict[str, Any]]:
+        nonlocal num_asked, num_at_once
+        num_asked += 1
+        num_at_once += 1
+        assert num_at_once == 1
+        go_on.wait(20.0)
+        num_at_once -= 1
+        return [row(a), row(b)]
+
+    with Dashboard(a, "train-1", rows) as dashboard:
+        client = Client(dashboard).log_in()
+        states: list[Any] = []
+        threads = [threading.Thread(target=lambda: states.append(client.state())) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda: len(dashboard._server.server_state.tasks) == 8, 20.0)
+        go_on.set()
+        for thread in threads:
+            thread.join(20.0)
+        assert len(states) == 8
+        assert num_asked == 2  # the first one, and one for all that came while it went on
+        client.state()
+        assert num_asked == 3  # what has just happened is in it
+
+
+def test_a_page_that_cannot_be_opened_leaves_nothing_behind(dashboard: Dashboard, agents: list[Agent]) -> None:
+    a, _ = agents
+    handlers, before_close = list(logging.getLogger("gradwire").handlers), list(a.before_close)
+    with pytest.raises(ConfigurationError):
+        Dashboard(a, "another", list, dashboard.port)
+    assert logging.getLogger("gradwire").handlers == handlers
+    assert a.before_close == before_close
+    dashboard.close()
+    assert len(a.before_close) == len(before_close) - 1
+
+
 def test_the_stream_sends_what_changes_and_ends_with_the_page(agents: list[Agent]) -> None:
     a, b = agents
     with Dashboard(a, "train-1", lambda: [row(a), row(b)]) as dashboard:
@@ -290,7 +425,9 @@ def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.Mon
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_port(dashboard: Dashboard) -> None:
     reading, writing = os.pipe()
-    child = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+        child = os.fork()
     if child == 0:
         os.write(writing, str(dashboard._listener.fileno()).encode())
         os._exit(0)

@@ -13,6 +13,7 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -141,16 +142,54 @@ def test_an_operation_gives_its_text_or_the_reason_why_not() -> None:
             run_operation(path, "nothing", 5.0)
 
 
-def test_a_status_that_fails_ends_neither_the_driver_nor_the_socket() -> None:
-    def fail() -> ClusterStatus:
-        raise RuntimeError("the agent was shut down")
+@pytest.mark.parametrize("kind", [RuntimeError, TypeError, KeyError])
+def test_what_fails_is_named_and_logged_and_ends_neither_the_driver_nor_the_socket(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail() -> Any:
+        raise kind("the agent was shut down")
 
-    here = StatusSocket.open(fail, lambda: _WORKER)
-    assert here is not None
-    with here:
+    with StatusSocket(fail, lambda: _WORKER, {"link": fail}):
+        (path,) = list_sockets()
         for _ in range(2):
-            with pytest.raises(NoReport, match="being closed"):
-                read_report(list_sockets()[0], 5.0)
+            with pytest.raises(NoReport, match=rf"{kind.__name__}: .*the agent was shut down"):
+                read_report(path, 5.0)
+        with pytest.raises(NoReport, match=rf"{kind.__name__}: .*the agent was shut down"):
+            run_operation(path, "link", 5.0)
+    assert "`gradwire status` failed" in caplog.text
+    assert "`gradwire link` failed" in caplog.text
+
+
+def test_a_silent_client_does_not_delay_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_socket, "_READ_TIMEOUT_S", 20.0)
+    with opened(), contextlib.ExitStack() as stack:
+        (path,) = list_sockets()
+        for _ in range(3):
+            silent = stack.enter_context(socket.socket(socket.AF_UNIX))
+            silent.connect(str(path))
+        assert read_report(path, 5.0).workers
+
+
+def test_a_client_that_sends_slowly_has_one_deadline_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status_socket, "_READ_TIMEOUT_S", 0.3)
+    is_over = threading.Event()
+    with opened(), socket.socket(socket.AF_UNIX) as slow:
+        slow.connect(str(list_sockets()[0]))
+
+        def drip() -> None:
+            with contextlib.suppress(OSError):  # closed by the driver
+                while not is_over.wait(0.05):
+                    slow.sendall(b" ")
+
+        thread = threading.Thread(target=drip, name="drip")
+        thread.start()
+        try:
+            slow.settimeout(5.0)
+            with contextlib.suppress(ConnectionResetError):
+                assert slow.recv(1) == b""
+        finally:
+            is_over.set()
+            thread.join(5.0)
 
 
 def leave_behind(folder: Path, name: str) -> Path:

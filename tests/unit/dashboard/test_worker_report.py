@@ -117,6 +117,51 @@ def test_a_worker_stops_observing_when_it_is_no_longer_asked(
     assert events.sink is None
 
 
+def test_a_closed_worker_stops_observing_with_the_next_event_of_its_process(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    monkeypatch.setattr(worker_report, "_LEASE_NS", 0)
+    report_of_b(a)
+    events.tell("run", "f", "a", time.monotonic_ns())  # b itself has no more events
+    assert events.sink is None
+
+
+def test_a_step_is_not_held_up_when_no_page_has_asked_for_long(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    monkeypatch.setattr(worker_report, "_LEASE_NS", 0)
+    reporter = Reporter(a)
+    reporter.report()
+    with autograd.context():
+        rpc.rpc_sync("b", triple, args=(torch.ones(2, requires_grad=True),))
+    assert a.extensions["autograd"].observer is None
+    assert reporter.report().step is None
+    reporter.close()
+
+
+def test_a_closed_reporter_answers_without_observing(pair: list[Agent]) -> None:
+    a, _ = pair
+    before_close = list(a.before_close)
+    reporter = Reporter(a)
+    reporter.report()
+    for _ in range(2):
+        reporter.close()
+        assert reporter.report().events == b""
+    assert events.sink is None
+    assert a.extensions["autograd"].observer is None
+    assert a.before_close == before_close
+
+
+def test_an_agent_closes_all_reporters_though_they_remove_themselves(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1, "inproc")
+    for reporter in [Reporter(a) for _ in range(3)]:
+        reporter.report()
+    a.close()
+    assert events.sink is None
+
+
 def test_the_graph_of_a_step_is_collected_just_before_its_end(pair: list[Agent]) -> None:
     a, _ = pair
     reporter = Reporter(a)

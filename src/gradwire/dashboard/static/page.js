@@ -6,6 +6,7 @@ import { Timeline } from "./timeline.js";
 
 const HISTORY = 30;
 const LONG_S = 1;
+const QUIET_MS = 5_000;
 const STATES = { running: "good", lost: "bad", ended: "", starting: "warn", restarting: "warn", leaving: "warn" };
 
 const find = (id) => document.getElementById(id);
@@ -16,6 +17,7 @@ let step = null;
 let chosenStep = "";
 let chosenMessage = null;
 let source = null;
+let tickedAt = performance.now();
 let graph = null;
 const timeline = new Timeline(find("timeline-area"), find("timeline-detail"), find("timeline-legend"));
 
@@ -28,6 +30,7 @@ function connect() {
   source = new EventSource(`/events?step=${encodeURIComponent(chosenStep)}`);
   for (const [name, function_] of Object.entries(show)) source.addEventListener(name, (event) => function_(JSON.parse(event.data)));
   source.addEventListener("tick", (event) => {
+    tickedAt = performance.now();
     setLive("live", "live");
     document.documentElement.dataset.tick = event.data;
   });
@@ -41,11 +44,17 @@ function connect() {
   });
 }
 
+// The connection may be fine while the driver cannot ask its workers.
+function checkNews() {
+  if (["connecting", "live"].includes(find("live").dataset.state) && performance.now() - tickedAt > QUIET_MS) setLive("lost", "no news from the driver");
+}
+
 function setLive(state, text) {
   const live = find("live");
-  if (live.dataset.state === state) return;
+  const label = live.querySelector("span");
+  if (live.dataset.state === state && label.textContent === text) return;
   live.dataset.state = state;
-  live.querySelector("span").textContent = text;
+  label.textContent = text;
 }
 
 // -- workers -------------------------------------------------------------------------------------------------------------
@@ -128,7 +137,8 @@ function showSteps(steps) {
   });
   const isGone = chosenStep && !steps.some((item) => item.id === chosenStep);
   const kept = isGone ? [make("option", { value: chosenStep }, "no longer there")] : [];
-  if (document.activeElement === choice && choice.matches(":open")) return; // do not change an open list
+  // Do not change an open list; some browsers do not know the selector, and throw.
+  if (document.activeElement === choice && CSS.supports("selector(:open)") && choice.matches(":open")) return;
   choice.replaceChildren(make("option", { value: "" }, "latest"), ...options, ...kept);
   choice.value = chosenStep;
 }
@@ -301,4 +311,5 @@ find("time-in").addEventListener("click", () => timeline.zoom(1.6));
 find("time-out").addEventListener("click", () => timeline.zoom(1 / 1.6));
 find("time-fit").addEventListener("click", () => timeline.zoom(0));
 find("stacks-close").addEventListener("click", () => find("stacks").close());
+setInterval(checkNews, 1_000);
 connect();
