@@ -483,7 +483,7 @@ def start_worker(
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
         transports = registry.make_transports(config, trust, folder)
         agent = Agent(address, config, trust, directory, transports, clean_up.close)
-        for attach in list(attachments):
+        for attach in attachments.copy():
             attach(agent)
         agent.start()
     except Exception:
