@@ -18,7 +18,7 @@ from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.telemetry.measurements import WorkerNumbers, read_numbers, start_measuring
 from gradwire.telemetry.metrics import MetricsCollector, Scraped
-from gradwire.telemetry.metrics_server import MetricsServer, serve_worker
+from gradwire.telemetry.metrics_server import MetricsServer, serve_until_closed, serve_worker
 from gradwire.types import Text, WorkerInfo
 
 if TYPE_CHECKING:
@@ -124,10 +124,9 @@ class ClusterMetrics:
 
         Raises:
             ConfigurationError: The port is in use.
+            NotInitialized: The cluster was closed.
         """
-        server = MetricsServer(self._collector, host, port)
-        self._agent.before_close.append(server.close)
-        return server
+        return serve_until_closed(self._agent, self._collector, port, host)
 
     def serve_workers(self, port: int = 0, host: str = "127.0.0.1") -> dict[str, str]:
         """Start an HTTP server in each running worker, with the metrics of that worker alone.

@@ -46,12 +46,12 @@ from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireEr
 from gradwire.observe.log import print_records
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, reserved_for, set_current_agent
-from gradwire.rpc.functions import EncodedAddress, Seconds
+from gradwire.rpc.functions import EncodedAddress
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports import registry
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import Seconds, WorkerAddress, WorkerInfo
 from gradwire.versions import own_versions
 from gradwire.wire.messages import decode_address
 

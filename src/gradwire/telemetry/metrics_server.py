@@ -11,7 +11,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from gradwire.errors import ConfigurationError
+from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.telemetry.measurements import read_numbers, start_measuring
@@ -166,7 +166,21 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
 
 def serve_worker(agent: Agent, port: int, host: str) -> MetricsServer:
     """Serve the metrics of a worker of this process, until it is closed."""
-    server = MetricsServer(MetricsCollector(lambda: [Scraped(agent.info.name, read_numbers(agent))]), host, port)
+    collector = MetricsCollector(lambda: [Scraped(agent.info.name, read_numbers(agent))])
     start_measuring(agent)
+    return serve_until_closed(agent, collector, port, host)
+
+
+def serve_until_closed(agent: Agent, collector: MetricsCollector, port: int, host: str) -> MetricsServer:
+    """Serve what a collector collects, until a worker of this process is closed.
+
+    Raises:
+        ConfigurationError: The port is in use.
+        NotInitialized: The worker is closed already.
+    """
+    server = MetricsServer(collector, host, port)
     agent.before_close.append(server.close)
+    if agent.is_closed:  # it may have called back before this
+        server.close()
+        raise NotInitialized(f"worker {agent.info.name} has shut down and cannot serve metrics")
     return server
