@@ -133,9 +133,9 @@ class MetricsCollector:
             served.add_metric([worker], numbers.num_served)
             rrefs.add_metric([worker, "owned"], numbers.num_values)
             rrefs.add_metric([worker, "held"], numbers.num_references)
-            for item in _without_repeats(numbers.traffic, lambda item: item.peer):
-                wire.add_metric([worker, "sent", item.peer], item.sent)
-                wire.add_metric([worker, "received", item.peer], item.received)
+            for traffic in _without_repeats(numbers.traffic, lambda item: item.peer):
+                wire.add_metric([worker, "sent", traffic.peer], traffic.sent)
+                wire.add_metric([worker, "received", traffic.peer], traffic.received)
         yield from (served, rrefs, wire)
         yield from _measured(found)
 
