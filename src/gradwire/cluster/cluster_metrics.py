@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from gradwire.errors import AuthenticationFailed, ConfigurationError
+from gradwire.errors import ConfigurationError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.telemetry.measurements import WorkerNumbers, read_numbers, start_measuring
@@ -39,22 +39,17 @@ _Port = Annotated[int, Meta(ge=0, le=65_535)]
 def serve_numbers(agent: Agent, driver: str) -> None:
     """Let the driver ask for the numbers of this worker, and for a server of its own."""
 
-    def check(source: WorkerInfo) -> None:
-        if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may ask for the metrics of this worker, not {source.name}")
-
-    def on_metrics(source: WorkerInfo) -> Any:
-        check(source)
+    def on_metrics(_: WorkerInfo) -> Any:
         return msgspec.to_builtins(read_numbers(agent))
 
-    def on_serve(source: WorkerInfo, host: str, port: int) -> InterruptibleFuture[int]:
-        check(source)
+    def on_serve(_: WorkerInfo, host: str, port: int) -> InterruptibleFuture[int]:
         answer: InterruptibleFuture[int] = InterruptibleFuture()
         agent.reactor.run_soon(partial(_serve, agent, host, port, answer))  # importing the server takes a moment
         return answer
 
-    agent.server.register_control(METRICS, on_metrics)
-    agent.server.register_control(SERVE_METRICS, on_serve, Text, _Port)
+    purpose = "ask for the metrics of this worker"
+    agent.server.register_control(METRICS, on_metrics, only_for=driver, purpose=purpose)
+    agent.server.register_control(SERVE_METRICS, on_serve, Text, _Port, only_for=driver, purpose=purpose)
 
 
 def _serve(agent: Agent, host: str, port: int, answer: InterruptibleFuture[int]) -> None:

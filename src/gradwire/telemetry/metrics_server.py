@@ -107,7 +107,7 @@ class _Server(ThreadingMixIn, WSGIServer):
             return
         try:
             super().process_request(request, client_address)
-        except BaseException:  # the thread could not be started
+        except Exception:  # the thread could not be started
             self._free.release()
             raise
 

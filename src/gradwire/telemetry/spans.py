@@ -137,7 +137,7 @@ class SpanInterceptor(Interceptor):
                 found = value.future if type(value) is Later else value
                 later = found if isinstance(found, torch.futures.Future) else None
                 return value
-            except BaseException as raised:
+            except BaseException as raised:  # of the user's function
                 error = raised
                 raise
             finally:
@@ -244,10 +244,10 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str,
     return function(*args, **kwargs)
 
 
-def _error_of(done: torch.futures.Future[Any]) -> BaseException | None:
+def _error_of(done: torch.futures.Future[Any]) -> Exception | None:
     try:
         done.value()
-    except BaseException as error:
+    except Exception as error:
         return error
     return None
 
@@ -266,7 +266,7 @@ class _Switch:
         try:
             with contextlib.suppress(NotInitialized):
                 self._attach(current_agent())
-        except BaseException:  # of the tracer provider
+        except Exception:  # of the tracer provider
             self.close()
             raise
 
