@@ -60,18 +60,27 @@ _IDS_PER_TICK_BITS = 9
 Id = Annotated[int, msgspec.Meta(ge=0)]
 """An id in a message; msgpack has no integers of more than 64 bits."""
 
+Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+"""A duration in a message, neither infinite nor NaN."""
+
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
 """A rank in a message."""
 
 MOST_CHARS: Final = 256
 
-Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARS, pattern=r"\A[^\x00-\x1f\x7f]*\Z")]
-"""One line without control characters in a message; not escaped for any output format."""
+CONTROL_CHARS: Final = r"\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""Control characters, line separators, marks that reorder text, and surrogates: the inside of a set in a pattern."""
+
+Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARS, pattern=rf"\A[^{CONTROL_CHARS}]*\Z")]
+"""One line without `CONTROL_CHARS` in a message; not escaped for any output format."""
+
+
+_UNSAFE: Final = re.compile(f"[{CONTROL_CHARS}]")
 
 
 def short(value: object) -> str:
     """Return a text that is short and clean enough for a `Text`."""
-    return re.sub(r"[\x00-\x1f\x7f]", "?", str(value)[:MOST_CHARS])
+    return _UNSAFE.sub("?", str(value)[:MOST_CHARS])
 
 
 def first_counter(incarnation: int) -> int:

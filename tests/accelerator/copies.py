@@ -301,13 +301,12 @@ def copy_gradients_between_devices() -> None:
 
 def keep_the_deadline_of_a_pass() -> None:
     """A copy for oneself does not wait longer than it is given."""
-    with device.asynchronous(0.3):
+    with device.asynchronous(1.0):
         made, event = _write_later([torch.arange(4.0)])
         torch.accelerator.current_stream(ZERO).wait_event(event)
-        begun = time.monotonic()
         with pytest.raises(TimeoutError, match=f"{ZERO} has not computed"):
-            devices.copy_to(made, [torch.device(ZERO)], begun + 0.05)
-        assert time.monotonic() - begun < 0.25
+            devices.copy_to(made, [torch.device(ZERO)], time.monotonic() + 0.05)
+        assert not event.query(), "it did not wait for the device"
 
 
 def send_sparse_gradients() -> None:
@@ -631,13 +630,12 @@ def send_every_kind(transport: str) -> None:
 def keep_the_timeout() -> None:
     """A call does not wait longer than its time for a tensor that the device is still computing."""
     device.check_stand_in()
-    with local_agents(2) as (a, _), device.asynchronous(0.3):
+    with local_agents(2) as (a, _), device.asynchronous(1.0):
         made, event = _write_later([torch.arange(4.0)])
         torch.accelerator.current_stream(ZERO).wait_event(event)
-        begun = time.monotonic()
         with pytest.raises(RpcTimeout, match=f"{ZERO} has not computed"):
             a.call("b", _read, tuple(made), None, 0.05)
-        assert time.monotonic() - begun < 0.5
+        assert not event.query(), "it did not wait for the device"
         assert a.call("b", _read, tuple(made)) == [[0.0, 1.0, 2.0, 3.0]]
 
 

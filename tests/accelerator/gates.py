@@ -24,6 +24,7 @@ from gradwire.testing import wait_until
 Tensor = torch.Tensor
 ZERO, ONE = f"{device.NAME}:0", f"{device.NAME}:1"
 TIMEOUT_S = 20.0
+_LONG_S = 60.0  # of passes that must fail long before: the machine may be busy
 
 
 def _input() -> Tensor:
@@ -315,10 +316,10 @@ def _wait_failed(context_id: int) -> bool:
 
 @contextlib.contextmanager
 def _at_once() -> Iterator[None]:
-    """Fail if the block takes half as long as the timeout of a pass."""
+    """Fail if the block takes half as long as the timeout of its pass."""
     begun = time.monotonic()
     yield
-    assert time.monotonic() - begun < TIMEOUT_S / 2
+    assert time.monotonic() - begun < _LONG_S / 2
 
 
 def fail_beside_a_gate(on: str, where: str) -> None:
@@ -327,7 +328,7 @@ def fail_beside_a_gate(on: str, where: str) -> None:
         hidden = call(0, _layer, _input())
         loss = _break_beside_gate(hidden, on) if where == "worker0" else call(0, _break_beside_gate, hidden, on)
         with _at_once(), pytest.raises(BackwardFailed, match=f"broken on {on} .*failed on worker {where}"):
-            ctx.backward(loss, timeout=TIMEOUT_S)
+            ctx.backward(loss, timeout=_LONG_S)
         assert [call(number, _wait_failed, ctx) for number in range(2)] == [True, True]
 
 
@@ -337,4 +338,4 @@ def leave_a_result_unused(on: str) -> None:
         hidden = _input().to(on) * 2
         call(1, _to_cpu, hidden)
         with _at_once(), pytest.raises(UnsettledSend, match="no gradient will arrive"):
-            ctx.backward(call(0, _layer, hidden).to(on).mul(hidden).sum().cpu(), mode="fast", timeout=TIMEOUT_S)
+            ctx.backward(call(0, _layer, hidden).to(on).mul(hidden).sum().cpu(), mode="fast", timeout=_LONG_S)

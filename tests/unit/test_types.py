@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
+import msgspec
 import pytest
 
-from gradwire.types import WorkerAddress, WorkerInfo, creator_of, is_worker_name, make_incarnation, make_secret_id
+from gradwire.errors import DecodeError
+from gradwire.types import (
+    Text,
+    WorkerAddress,
+    WorkerInfo,
+    creator_of,
+    is_worker_name,
+    make_incarnation,
+    make_secret_id,
+    short,
+)
+from gradwire.wire.exceptions import clean
+from gradwire.wire.messages import check_text
 
 
 @pytest.mark.parametrize("name", ["w", "worker0", "a-b_c:d.e", "größe"])
@@ -37,3 +52,16 @@ def test_workers_that_run_the_same_script() -> None:
 
 def test_an_info_prints_as_torch_prints_it() -> None:
     assert repr(WorkerInfo("w", 3)) == "WorkerInfo(id=3, name=w)"
+
+
+def test_texts_in_messages_have_no_characters_that_are_unsafe_to_print() -> None:
+    for char in map(chr, range(sys.maxunicode + 1)):
+        is_unsafe = char in "\t\n" or clean(char) != char
+        if is_unsafe != (short(char) != char):
+            pytest.fail(f"{char!r}: a text may{' ' if is_unsafe else ' not '}have it")
+    for char in "\n\t\x1b\x7f\x9b\u2028\u202e\u2066":
+        with pytest.raises(msgspec.ValidationError):
+            msgspec.convert(f"a{char}", Text)
+        with pytest.raises(DecodeError, match="control characters"):
+            check_text(f"a{char}", "a name", 100)
+    assert msgspec.convert(short("größe \x9b31m"), Text) == "größe ?31m"

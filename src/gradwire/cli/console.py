@@ -14,16 +14,20 @@ _WIDTH_OF_FILES = 120
 
 
 def make_console(*, stderr: bool = False) -> Console:
-    """Return a console as wide as the terminal; in files and pipes it has a fixed width."""
+    """Return a console as wide as the terminal; in files and pipes it has a fixed width.
+
+    It does not read markup: names of programs and workers may have brackets.
+    """
     from rich.console import Console
 
     stream = sys.stderr if stderr else sys.stdout
-    return Console(stderr=stderr, width=None if stream.isatty() else _WIDTH_OF_FILES, highlight=False)
+    width = None if stream.isatty() else _WIDTH_OF_FILES
+    return Console(stderr=stderr, width=width, highlight=False, markup=False, emoji=False)
 
 
 def say(text: str, style: str | None = None) -> None:
     """Print a line to stdout without wrapping or truncating it."""
-    make_console().print(text, style=style, markup=False, soft_wrap=True)
+    make_console().print(text, style=style, soft_wrap=True)
 
 
 def say_note(text: str, label: str = "gradwire", style: str = "bold") -> None:

@@ -174,7 +174,7 @@ def _workers(members: list[WorkerStatus], most: int, width: int) -> RenderableTy
         table.add_row(
             Text(worker.name, style="bold" if worker.num_running else ""),
             Text("no answer", "red") if is_silent else Text(worker.state, _STATES.get(worker.state, "yellow")),
-            *((worker.device or "-",) if has_devices else ()),
+            *((Text(worker.device or "-"),) if has_devices else ()),
             format_bytes(worker.rss_bytes),
             format_rate(worker.calls_per_s),
             *(() if is_narrow else (Text(_bar(worker.calls_per_s or 0.0, busiest), "cyan"),)),

@@ -38,6 +38,7 @@ from gradwire.cluster.trace_server import serve_traces
 from gradwire.cluster.usage import serve_usage
 from gradwire.dashboard.worker_report import serve_reports
 from gradwire.observe.log import print_records
+from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
@@ -73,12 +74,7 @@ def run_worker(fds: WorkerFds) -> None:
     directory = StaticDirectory(spec.addresses)
     agent = start_worker(spec.info, spec.config, directory, folder=Path(start.socket_folder), after=spec.after)
     directory.complete()
-    serve_usage(agent, DRIVER)
-    serve_reports(agent, DRIVER)
-    serve_log_level(agent, DRIVER)
-    serve_numbers(agent, DRIVER)
-    follow_driver(agent, DRIVER)
-    serve_traces(agent, DRIVER)
+    serve_driver(agent, DRIVER)
     set_current_agent(agent, refuse_shutdown)
     send_message(lifeline, Listening(agent.address))
     with lifeline:
@@ -88,6 +84,12 @@ def run_worker(fds: WorkerFds) -> None:
     set_current_agent(None)
     # The usual end of an interpreter would wait for the user's threads and take torch apart; neither is of use.
     atexit._run_exitfuncs()
+
+
+def serve_driver(agent: Agent, driver: str) -> None:
+    """Register all operations that the driver of a cluster asks any of its workers for."""
+    for serve in (follow_driver, serve_usage, serve_reports, serve_log_level, serve_numbers, serve_traces):
+        serve(agent, driver)
 
 
 def flush_output() -> None:

@@ -674,13 +674,18 @@ class Cluster:
 
         Raises:
             ConfigurationError: prometheus_client is not installed.
+            WorkerLost: The cluster was closed.
         """
         from gradwire.cluster.cluster_metrics import ClusterMetrics
 
-        made = None if self._metrics is not None else ClusterMetrics(self._agent, self._scraped_members)
         with self._lock:
-            found = self._metrics = self._metrics or made
-        assert found is not None
+            if self._is_closed:
+                raise WorkerLost("this cluster was closed, so there is nothing to measure")
+            found = self._metrics
+        if found is None:
+            made = ClusterMetrics(self._agent, self._scraped_members)  # asks the workers
+            with self._lock:
+                found = self._metrics = self._metrics or made
         return found
 
     def _scraped_members(self) -> list[ScrapedMember]:
@@ -770,9 +775,10 @@ class Cluster:
             grace: Seconds to wait for the driver's calls in progress. Workers then have a moment to shut down cleanly,
                 and are killed if they do not.
         """
+        if os.getpid() != self._owner_pid:  # a process forked by the driver must not stop its workers
+            return
         with self._lock:
-            is_copy = os.getpid() != self._owner_pid  # a process forked by the driver must not stop its workers
-            if self._is_closed or is_copy:
+            if self._is_closed:
                 return
             self._is_closed = True
             dashboard = self._dashboard

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
-from gradwire.errors import AuthenticationFailed, ConfigurationError
+from gradwire.errors import ConfigurationError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.telemetry.measurements import WorkerNumbers, read_numbers, start_measuring
 from gradwire.telemetry.metrics import MetricsCollector, Scraped
-from gradwire.telemetry.metrics_server import MetricsServer, serve_worker
+from gradwire.telemetry.metrics_server import MetricsServer, serve_until_closed, serve_worker
 from gradwire.types import Text, WorkerInfo
 
 if TYPE_CHECKING:
@@ -39,22 +39,17 @@ _Port = Annotated[int, Meta(ge=0, le=65_535)]
 def serve_numbers(agent: Agent, driver: str) -> None:
     """Let the driver ask for the numbers of this worker, and for a server of its own."""
 
-    def check(source: WorkerInfo) -> None:
-        if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may ask for the metrics of this worker, not {source.name}")
-
-    def on_metrics(source: WorkerInfo) -> Any:
-        check(source)
+    def on_metrics(_: WorkerInfo) -> Any:
         return msgspec.to_builtins(read_numbers(agent))
 
-    def on_serve(source: WorkerInfo, host: str, port: int) -> InterruptibleFuture[int]:
-        check(source)
+    def on_serve(_: WorkerInfo, host: str, port: int) -> InterruptibleFuture[int]:
         answer: InterruptibleFuture[int] = InterruptibleFuture()
         agent.reactor.run_soon(partial(_serve, agent, host, port, answer))  # importing the server takes a moment
         return answer
 
-    agent.server.register_control(METRICS, on_metrics)
-    agent.server.register_control(SERVE_METRICS, on_serve, Text, _Port)
+    purpose = "ask for the metrics of this worker"
+    agent.server.register_control(METRICS, on_metrics, only_for=driver, purpose=purpose)
+    agent.server.register_control(SERVE_METRICS, on_serve, Text, _Port, only_for=driver, purpose=purpose)
 
 
 def _serve(agent: Agent, host: str, port: int, answer: InterruptibleFuture[int]) -> None:
@@ -124,10 +119,9 @@ class ClusterMetrics:
 
         Raises:
             ConfigurationError: The port is in use.
+            NotInitialized: The cluster was closed.
         """
-        server = MetricsServer(self._collector, host, port)
-        self._agent.before_close.append(server.close)
-        return server
+        return serve_until_closed(self._agent, self._collector, port, host)
 
     def serve_workers(self, port: int = 0, host: str = "127.0.0.1") -> dict[str, str]:
         """Start an HTTP server in each running worker, with the metrics of that worker alone.

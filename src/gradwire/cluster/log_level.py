@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from msgspec import Meta
 
 from gradwire.cluster.driver import CLUSTER
-from gradwire.errors import AuthenticationFailed, GradwireError, NotInitialized
+from gradwire.errors import GradwireError, NotInitialized
 from gradwire.observe import log
 from gradwire.observe.log import LogLevel
 from gradwire.rpc.agent import Agent
@@ -29,12 +29,11 @@ _Level = Annotated[int, Meta(ge=1, le=50)]
 def serve_log_level(agent: Agent, driver: str) -> None:
     """Let the driver set the level of this worker's loggers."""
 
-    def on_level(source: WorkerInfo, level: int) -> None:
-        if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may set the log level of this worker, not {source.name}")
+    def on_level(_: WorkerInfo, level: int) -> None:
         log.set_process_level(level)
 
-    agent.server.register_control(LOG_LEVEL, on_level, _Level)
+    purpose = "set the log level of this worker"
+    agent.server.register_control(LOG_LEVEL, on_level, _Level, only_for=driver, purpose=purpose)
 
 
 def set_log_level(level: LogLevel | int, *, workers: bool = True) -> None:

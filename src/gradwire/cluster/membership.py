@@ -20,7 +20,6 @@ import msgspec
 from msgspec import Meta
 
 from gradwire import _interrupts
-from gradwire.errors import AuthenticationFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.functions import EncodedAddress
 from gradwire.rpc.futures import InterruptibleFuture
@@ -51,20 +50,16 @@ class Departure(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 def follow_driver(agent: Agent, driver: str) -> None:
     """Register the operation with which the driver announces members that join and leave."""
 
-    def check(source: WorkerInfo) -> None:
-        if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may change the list of workers, not {source.name}")
-
-    def on_members(source: WorkerInfo, addresses: list[bytes], departures: list[Departure]) -> InterruptibleFuture[Any]:
-        check(source)
+    def on_members(_: WorkerInfo, addresses: list[bytes], departures: list[Departure]) -> InterruptibleFuture[Any]:
         decoded = [decode_address(raw, agent.config.limits) for raw in addresses]
         confirmed: InterruptibleFuture[Any] = InterruptibleFuture()
         # In another thread: it waits until the layers above have been told of an end, and this one reads from the driver.
         agent.reactor.run_soon(partial(_apply, agent, decoded, departures, confirmed))
         return confirmed
 
-    agent.server.register_control(MEMBERS, on_members, list[EncodedAddress], list[Departure])
-    agent.server.register_control(ALIVE, check)
+    server, kinds, purpose = agent.server, (list[EncodedAddress], list[Departure]), "change the list of workers"
+    server.register_control(MEMBERS, on_members, *kinds, only_for=driver, purpose=purpose)
+    server.register_control(ALIVE, lambda _: None, only_for=driver, purpose=purpose)
 
 
 def _apply(

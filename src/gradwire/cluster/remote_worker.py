@@ -32,26 +32,20 @@ import torch
 from gradwire import _interrupts
 from gradwire.cluster import enrolment
 from gradwire.cluster._output_relay import OutputCapture
-from gradwire.cluster._worker_main import reset_seeds
-from gradwire.cluster.cluster_metrics import serve_numbers
+from gradwire.cluster._worker_main import reset_seeds, serve_driver
 from gradwire.cluster.enrolment import Assign, Failed, Introduce, Introduction, Ready
-from gradwire.cluster.log_level import serve_log_level
-from gradwire.cluster.membership import follow_driver
 from gradwire.cluster.network_address import address_of_interface, address_towards
-from gradwire.cluster.trace_server import serve_traces
-from gradwire.cluster.usage import serve_usage
 from gradwire.config import WorkerConfig
-from gradwire.dashboard.worker_report import serve_reports
 from gradwire.errors import AuthenticationFailed, ConfigurationError, GradwireError
 from gradwire.observe.log import print_records
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import refuse_shutdown, reserve_process, reserved_for, set_current_agent
-from gradwire.rpc.functions import EncodedAddress, Seconds
+from gradwire.rpc.functions import EncodedAddress
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.transports import registry
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import Seconds, WorkerAddress, WorkerInfo
 from gradwire.versions import own_versions
 from gradwire.wire.messages import decode_address
 
@@ -204,18 +198,12 @@ class RemoteWorker:
             importlib.import_module(module)
 
     def _follow(self, agent: Agent, driver: str, capture: OutputCapture) -> None:
-        """Raise unless the sender is the driver."""
+        """Serve the requests of the driver, and exit some time after it was lost."""
 
-        def check(source: WorkerInfo) -> None:
-            if source.name != driver:
-                raise AuthenticationFailed(f"only {driver} may request this from {agent.info.name}, not {source.name}")
-
-        def on_leave(source: WorkerInfo) -> None:
-            check(source)
+        def on_leave(_: WorkerInfo) -> None:
             self._end()
 
-        def on_dial(source: WorkerInfo, raw: list[bytes], timeout_s: float) -> InterruptibleFuture[dict[str, str]]:
-            check(source)
+        def on_dial(_: WorkerInfo, raw: list[bytes], timeout_s: float) -> InterruptibleFuture[dict[str, str]]:
             addresses = [decode_address(item, agent.config.limits) for item in raw]
             answer: InterruptibleFuture[dict[str, str]] = InterruptibleFuture()
             _start_thread(_dial, agent, addresses, timeout_s, answer)
@@ -232,15 +220,11 @@ class RemoteWorker:
                 self._expect_driver(_RETURN_S, reason)
                 _start_thread(self._reach_driver, agent, driver)
 
-        follow_driver(agent, driver)
-        serve_usage(agent, driver)
-        serve_reports(agent, driver)
-        serve_log_level(agent, driver)
-        serve_numbers(agent, driver)
         print_records(shows_worker=False)  # the driver puts the name in front of each line
-        serve_traces(agent, driver)
-        agent.server.register_control(LEAVE, on_leave)
-        agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds)
+        serve_driver(agent, driver)
+        purpose = f"request this from {agent.info.name}"
+        agent.server.register_control(LEAVE, on_leave, only_for=driver, purpose=purpose)
+        agent.server.register_control(DIAL, on_dial, list[EncodedAddress], Seconds, only_for=driver, purpose=purpose)
         agent.on_worker_connected(lambda address: on_connected(address.info.name))
         agent.on_worker_lost(lambda address, reason: on_lost(address.info.name, reason))
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 import msgspec
 
-from gradwire.types import Id, Text
+from gradwire.types import Id, Seconds, Text
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
@@ -36,7 +36,7 @@ class CallStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     function: Text
     caller: Text
     phase: Literal["queue", "run", "wait", "reply"]
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: Seconds
     waits_for: Text = ""
 
 
@@ -55,7 +55,7 @@ class PassStatus(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     context_id: Id
     root: Text
     phase: Text
-    seconds: Annotated[float, msgspec.Meta(ge=0)]
+    seconds: Seconds
     num_running: Id = 0
     waits_for: Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)] = ()
 

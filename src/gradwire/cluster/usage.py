@@ -18,7 +18,6 @@ import torch
 from gradwire.autograd.context import EXTENSION
 from gradwire.autograd.engine import DistEngine
 from gradwire.cluster.status import CallStatus, PassStatus
-from gradwire.errors import AuthenticationFailed
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Request
 from gradwire.telemetry.measurements import rss_of
@@ -134,12 +133,10 @@ def measure_device() -> tuple[str, int | None]:
 def serve_usage(agent: Agent, driver: str) -> None:
     """Let this worker answer `ask_usage` of its driver."""
 
-    def on_usage(source: WorkerInfo) -> Any:
-        if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may ask what this worker does, not {source.name}")
+    def on_usage(_: WorkerInfo) -> Any:
         return msgspec.to_builtins(measure_usage(agent))
 
-    agent.server.register_control(USAGE, on_usage)
+    agent.server.register_control(USAGE, on_usage, only_for=driver, purpose="ask what this worker does")
 
 
 def ask_usage(agent: Agent, names: Sequence[str], timeout_s: float) -> dict[str, Usage]:

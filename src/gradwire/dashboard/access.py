@@ -1,4 +1,4 @@
-"""Decide who may see the page: one-time tokens, sessions, and names in the Host header.
+"""Decide who may see the page: one-time tokens, sessions, and requests of other sites.
 
 The page listens on loopback, where every process of the machine can reach it, and every web page that its user opens. So a
 request needs a cookie that only a link with a token gives, and a Host header that names loopback: a page whose own name was
@@ -13,7 +13,6 @@ from collections import OrderedDict
 
 _MOST_TOKENS = 32  # links that were given out and not used
 _MOST_SESSIONS = 64
-_HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
 class Access:
@@ -56,14 +55,6 @@ def _find(known: OrderedDict[str, None], text: str) -> str | None:
     given = text.encode()
     matches = [item for item in known if secrets.compare_digest(item.encode(), given)]
     return matches[0] if matches else None
-
-
-def is_loopback_host(host: str) -> bool:
-    """Return whether a Host header names loopback, with any port: a tunnel may have another one than the page."""
-    name, colon, port = host.rpartition(":")
-    if not colon or not port.isdigit():
-        name = host
-    return name.lower() in _HOSTS
 
 
 def is_same_site(fetch_site: str | None) -> bool:

@@ -28,11 +28,12 @@ from urllib.parse import parse_qs
 
 import msgspec
 
-from gradwire.dashboard.access import Access, is_loopback_host, is_same_site
+from gradwire.dashboard.access import Access, is_same_site
 from gradwire.dashboard.collector import Collector, Row, State
 from gradwire.dashboard.stacks import explain_failure, find_stacks
 from gradwire.errors import ConfigurationError, GradwireError
 from gradwire.observe.log import get_logger
+from gradwire.transports.tcp import is_loopback_host
 
 try:
     import uvicorn
@@ -155,8 +156,10 @@ class Dashboard:
 
     def close(self) -> None:
         """Stop serving. Safe to call more than once."""
+        if os.getpid() != self._owner_pid:  # before the lock, which a thread of the parent may have held
+            return
         with self._lock:
-            if self._is_closed or os.getpid() != self._owner_pid:
+            if self._is_closed:
                 return
             self._is_closed = True
         _open_dashboards.discard(self)

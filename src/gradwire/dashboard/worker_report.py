@@ -21,7 +21,6 @@ import torch
 
 from gradwire.autograd.context import EXTENSION as AUTOGRAD
 from gradwire.autograd.worker_views import WorkerView
-from gradwire.errors import AuthenticationFailed
 from gradwire.observe import events
 from gradwire.observe.log import get_logger
 from gradwire.observe.recorder import PIECE_EVENTS, encode_events
@@ -244,20 +243,15 @@ def serve_reports(agent: Agent, driver: str) -> None:
     def reporter() -> Reporter:
         return Reporter(agent)
 
-    def check(source: WorkerInfo) -> None:
-        if source.name != driver:
-            raise AuthenticationFailed(f"only {driver} may ask what {agent.info.name} is doing, not {source.name}")
-
-    def on_report(source: WorkerInfo) -> Any:
-        check(source)
+    def on_report(_: WorkerInfo) -> Any:
         return msgspec.to_builtins(reporter().report(), builtin_types=(bytes,))
 
-    def on_stacks(source: WorkerInfo) -> Any:
-        check(source)
+    def on_stacks(_: WorkerInfo) -> Any:
         return msgspec.to_builtins(own_stacks())
 
-    agent.server.register_control(REPORT, on_report)
-    agent.server.register_control(STACKS, on_stacks)
+    purpose = f"ask what {agent.info.name} is doing"
+    agent.server.register_control(REPORT, on_report, only_for=driver, purpose=purpose)
+    agent.server.register_control(STACKS, on_stacks, only_for=driver, purpose=purpose)
 
 
 def own_stacks() -> tuple[ThreadStack, ...]:

@@ -375,11 +375,6 @@ class Agent:
             if self.is_closed:
                 return
             self.is_closed = True
-        for tell in tuple(self.before_close):  # some remove themselves
-            tell()
-        for listener in self._listeners:
-            self.reactor.remove(listener.fileno())
-            listener.close()
         with (
             contextlib.ExitStack() as steps
         ):  # runs in reverse order, each step even if Ctrl-C interrupts an earlier one
@@ -390,7 +385,18 @@ class Agent:
             steps.callback(self.server.close)
             steps.callback(self.client.close)
             # Before any connection closes, because that tells a worker that this one has left.
-            self.server.wait_answered(time.monotonic() + _ANSWER_S)
+            steps.callback(lambda: self.server.wait_answered(time.monotonic() + _ANSWER_S))
+            steps.callback(self._stop_listening)
+            for tell in list(self.before_close):
+                try:
+                    tell()
+                except Exception:  # of a layer above, such as an exporter of the user's
+                    _log.exception("%s: a callback failed while the worker was being closed", self.info.name)
+
+    def _stop_listening(self) -> None:
+        for listener in self._listeners:
+            self.reactor.remove(listener.fileno())
+            listener.close()
 
     def abandon_after_fork(self) -> None:
         """Close the copies of the parent's descriptors in a forked child, so that the parent's end can be detected."""
@@ -477,7 +483,7 @@ def start_worker(
         address = WorkerAddress(info, incarnation, registry.host_identity(), (), _digest_of_main())
         transports = registry.make_transports(config, trust, folder)
         agent = Agent(address, config, trust, directory, transports, clean_up.close)
-        for attach in attachments:
+        for attach in attachments.copy():
             attach(agent)
         agent.start()
     except Exception:

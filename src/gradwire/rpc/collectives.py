@@ -23,9 +23,9 @@ import torch
 from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
 from gradwire.rpc.codec import EVERY_WORKER
-from gradwire.rpc.functions import Codec, Group, Seconds, WorkerName
+from gradwire.rpc.functions import Codec, Group, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
-from gradwire.types import WorkerInfo
+from gradwire.types import Seconds, WorkerInfo
 
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent

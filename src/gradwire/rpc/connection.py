@@ -221,7 +221,6 @@ class Connection:
 
     def _open(self, lane: str, address: WorkerAddress) -> None:
         self.address, self.info, self.lane = address, address.info, lane
-        self.agent.traffic.on_opened(self)
         self.shares_main = self.agent.address.shares_main(address)
         self.reader.is_lingered_on = lane == "calls"
         try:
@@ -229,6 +228,7 @@ class Connection:
         except AuthenticationFailed:
             self.lane = ""  # it was never open
             raise
+        self.agent.traffic.on_opened(self)
         if events.sink is not None:
             self._tell_event("open")
 

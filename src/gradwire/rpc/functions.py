@@ -106,8 +106,6 @@ WorkerName = Annotated[str, Meta(min_length=1, max_length=1024)]
 Group = Annotated[list[WorkerName], Meta(min_length=1, max_length=65_536)]
 """Names of workers; there cannot be more ranks."""
 
-Seconds = Annotated[float, Meta(ge=0.0, le=1e12)]
-
 Codec = Annotated[int, Meta(ge=0, le=5)]
 """How a packed value is encoded; see `gradwire.wire.serialization`."""
 

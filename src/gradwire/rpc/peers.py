@@ -154,6 +154,7 @@ class Peer:
             for connection in lanes.values():
                 connection.say_goodbye(_GIVEN_UP)
                 connection.stream.close()
+                self.agent.traffic.on_ended(connection)  # its reader was not started
             lanes.clear()
             raise
 

@@ -23,7 +23,15 @@ import torch
 
 from gradwire import _interrupts
 from gradwire._torch import TorchFuture
-from gradwire.errors import CallCancelled, ConnectionClosed, NotExposed, ResourceExhausted, RpcError, RpcTimeout
+from gradwire.errors import (
+    AuthenticationFailed,
+    CallCancelled,
+    ConnectionClosed,
+    NotExposed,
+    ResourceExhausted,
+    RpcError,
+    RpcTimeout,
+)
 from gradwire.observe import events
 from gradwire.observe.log import get_logger
 from gradwire.rpc.call_events import tell_arrived, tell_run
@@ -163,6 +171,7 @@ _PAUSE_S = 0.5
 _GOODBYE_S = 0.2
 _ANSWER_LOOK_S = 0.002
 
+Control = Callable[..., Any]
 Keep = Callable[[WorkerInfo, str, Any, Callable[..., Any]], Callable[..., Any]]
 
 
@@ -175,7 +184,7 @@ class Server:
         self.slots: Slots[Request] = Slots(num_slots)
         self.incoming: set[Connection] = set()  # opened by other workers; single operations only
         self._paused: dict[Listener, float] = {}  # until when to accept no connection, for lack of descriptors
-        self._control: dict[str, Callable[..., Any]] = {}
+        self._control: dict[str, Control] = {}
         self._control_kinds: dict[str, Any] = {}  # what arguments are checked against before their handler sees them
         self._keeper: tuple[str, Keep] | None = None
         self._next_stall_check = 0.0
@@ -187,12 +196,21 @@ class Server:
         # What ends with an answer, and the thread that does it, by a key of its own; single operations only.
         self._answering: dict[object, int] = {}
 
-    def register_control(self, name: str, handler: Callable[..., Any], *kinds: Any) -> None:
+    def register_control(self, name: str, handler: Control, *kinds: Any, only_for: str = "", purpose: str = "") -> None:
         """Make ``handler(worker_info, *args)`` callable by other workers on the control lane, as ``~name``.
 
         It must not block, and may return a `torch.futures.Future` to reply later. Arguments are validated by msgspec
         against the types in `kinds`, including ranges and lengths, before they reach it.
+
+        Args:
+            name: Name of the operation.
+            handler: What it runs.
+            kinds: The types of its arguments.
+            only_for: The only worker that may ask for it; every worker may if not given.
+            purpose: What another worker is told that it may not do: ``only driver may {purpose}, not worker1``.
         """
+        if only_for:
+            handler = _guarded(handler, only_for, purpose)
         kind = tuple[kinds]  # type: ignore[valid-type]
         prepare(kind)
         self._control_kinds[f"~{name}"] = kind
@@ -561,6 +579,15 @@ class Server:
         due = self._answers_due()
         while any(key in self._answering for key in due) and time.monotonic() < deadline:
             _interrupts.sleep(_ANSWER_LOOK_S)
+
+
+def _guarded(handler: Control, only_for: str, purpose: str) -> Control:
+    def checked(source: WorkerInfo, *args: Any) -> Any:
+        if source.name != only_for:
+            raise AuthenticationFailed(f"only {only_for} may {purpose}, not {source.name}")
+        return handler(source, *args)
+
+    return checked
 
 
 def cpu_ticks(thread: int) -> int:

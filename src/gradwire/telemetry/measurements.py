@@ -18,8 +18,9 @@ from gradwire.autograd.context import EXTENSION
 from gradwire.autograd.engine import DistEngine
 from gradwire.observe.events import Event, subscribe
 from gradwire.rpc.agent import Agent
+from gradwire.rpc.traffic import MOST_PEERS, OTHER
 from gradwire.rref import context as references
-from gradwire.types import Text, short
+from gradwire.types import Seconds, Text, short
 from gradwire.wire.messages import prepare
 
 BUCKETS_S: Final = (
@@ -28,14 +29,11 @@ BUCKETS_S: Final = (
 )
 """Upper bounds of the buckets of all histograms, in seconds; a last bucket has the rest."""
 
-OTHER: Final = "other"
 MOST_FUNCTIONS: Final = 100
 MOST_OUTCOMES: Final = 20
-MOST_PEERS: Final = 1_000
 _MOST_SERIES: Final = 8_192  # in an answer: functions times outcomes, in the worst case
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
-_Seconds = Annotated[float, msgspec.Meta(ge=0)]
 _Labels = Annotated[tuple[Text, ...], msgspec.Meta(max_length=4)]
 
 
@@ -53,7 +51,7 @@ class Histogram(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     name: Text
     labels: _Labels
     counts: Annotated[tuple[_Count, ...], msgspec.Meta(min_length=len(BUCKETS_S) + 1, max_length=len(BUCKETS_S) + 1)]
-    sum_s: _Seconds
+    sum_s: Seconds
 
 
 class Traffic(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -198,7 +196,10 @@ def start_measuring(agent: Agent) -> Measurements:
                 if event.worker == name:
                     made.add(event)
 
-            agent.before_close.append(subscribe(add))
+            unsubscribe = subscribe(add)
+            agent.before_close.append(unsubscribe)
+            if agent.is_closed:  # it may have called back before this
+                unsubscribe()
     return found
 
 
@@ -217,18 +218,10 @@ def read_numbers(agent: Agent) -> WorkerNumbers:
         autograd.num_passes_under_way,
         held.num_values,
         held.num_forks,
-        _traffic(agent),
+        tuple(Traffic(short(name), *sums) for name, sums in agent.traffic.by_worker().items()),
         measured.counters(),
         measured.histograms(),
     )
-
-
-def _traffic(agent: Agent) -> tuple[Traffic, ...]:
-    found = sorted(agent.traffic.by_worker().items())
-    kept = [Traffic(short(name), sent, received) for name, (sent, received) in found[:MOST_PEERS]]
-    if rest := [traffic for _, traffic in found[MOST_PEERS:]]:
-        kept.append(Traffic(OTHER, sum(sent for sent, _ in rest), sum(received for _, received in rest)))
-    return tuple(kept)
 
 
 def rss_of(pid: int) -> int | None:

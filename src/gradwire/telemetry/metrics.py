@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import itertools
 import platform
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-import msgspec
 import torch
 
 from gradwire.errors import ConfigurationError
-from gradwire.telemetry.measurements import BUCKETS_S, WorkerNumbers
+from gradwire.telemetry.measurements import BUCKETS_S, Counter, Histogram, WorkerNumbers
 from gradwire.versions import GRADWIRE_VERSION
 
 if TYPE_CHECKING:
@@ -134,9 +133,9 @@ class MetricsCollector:
             served.add_metric([worker], numbers.num_served)
             rrefs.add_metric([worker, "owned"], numbers.num_values)
             rrefs.add_metric([worker, "held"], numbers.num_references)
-            for peer, sent, received in map(msgspec.structs.astuple, numbers.traffic):
-                wire.add_metric([worker, "sent", peer], sent)
-                wire.add_metric([worker, "received", peer], received)
+            for traffic in _without_repeats(numbers.traffic, lambda item: item.peer):
+                wire.add_metric([worker, "sent", traffic.peer], traffic.sent)
+                wire.add_metric([worker, "received", traffic.peer], traffic.received)
         yield from (served, rrefs, wire)
         yield from _measured(found)
 
@@ -146,6 +145,18 @@ class MetricsCollector:
         registry = prometheus.CollectorRegistry(auto_describe=False)
         registry.register(self)
         return bytes(prometheus.generate_latest(registry))
+
+
+_T = TypeVar("_T")
+
+
+def _without_repeats(items: Iterable[_T], key: Callable[[_T], Hashable]) -> Iterable[_T]:
+    """Return the last item of each key: Prometheus refuses all metrics of a scrape that has a series twice."""
+    return {key(item): item for item in items}.values()
+
+
+def _series(item: Counter | Histogram) -> Hashable:
+    return item.name, item.labels
 
 
 def _measured(found: list[tuple[str, WorkerNumbers]]) -> Iterator[Metric]:
@@ -160,10 +171,10 @@ def _measured(found: list[tuple[str, WorkerNumbers]]) -> Iterator[Metric]:
         for key, (name, text, labels) in _HISTOGRAMS.items()
     }
     for worker, numbers in found:
-        for counter in numbers.counters:  # a worker may say anything
+        for counter in _without_repeats(numbers.counters, _series):  # a worker may say anything
             if counter.name in counters and len(counter.labels) == len(_COUNTERS[counter.name][2]):
                 counters[counter.name].add_metric([worker, *counter.labels], counter.value)
-        for item in numbers.histograms:
+        for item in _without_repeats(numbers.histograms, _series):
             if item.name in histograms and len(item.labels) == len(_HISTOGRAMS[item.name][2]):
                 bounds = [*map(str, BUCKETS_S), "+Inf"]
                 buckets = list(zip(bounds, itertools.accumulate(item.counts), strict=True))

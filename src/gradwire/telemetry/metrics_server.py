@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
-import re
 import socket
 import threading
 import weakref
@@ -13,14 +11,16 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from gradwire.errors import ConfigurationError
+from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
 from gradwire.telemetry.measurements import read_numbers, start_measuring
 from gradwire.telemetry.metrics import MetricsCollector, Scraped, import_prometheus
+from gradwire.transports.tcp import is_loopback, is_loopback_host
 
 _STOP_S = 2.0
 _REQUEST_S = 10.0
+_MOST_REQUESTS = 16  # at a time; Prometheus makes one
 _POLL_S = 0.1  # how long `close` may have to wait
 
 
@@ -37,7 +37,7 @@ class MetricsServer:
         registry = prometheus.CollectorRegistry(auto_describe=False)
         registry.register(collector)
         app = prometheus.make_wsgi_app(registry)
-        if _is_loopback(host):
+        if is_loopback(host):
             app = _for_this_machine(app)
         kind = _Server6 if ":" in host else _Server
         try:
@@ -48,6 +48,7 @@ class MetricsServer:
         self._thread = threading.Thread(target=serve, name="gradwire-metrics-http", daemon=True)
         self._thread.start()
         _open_servers.add(self)
+        self._owner_pid = os.getpid()
         self._lock = threading.Lock()  # guards _is_closed
         self._is_closed = False
         self.port: int = self._server.server_address[1]
@@ -65,6 +66,8 @@ class MetricsServer:
 
     def close(self) -> None:
         """Stop serving. Idempotent."""
+        if os.getpid() != self._owner_pid:  # a forked process has no thread that would stop, and perhaps a held lock
+            return
         with self._lock:
             if self._is_closed:
                 return
@@ -92,6 +95,27 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
+    request_queue_size = _MOST_REQUESTS
+
+    def __init__(self, *args: Any) -> None:
+        self._free = threading.BoundedSemaphore(_MOST_REQUESTS)  # limits the threads
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except Exception:  # the thread could not be started
+            self._free.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free.release()
 
 
 class _Server6(_Server):
@@ -108,20 +132,11 @@ class _Handler(WSGIRequestHandler):
         return str(self.client_address[0])  # without asking a name server
 
 
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _for_this_machine(app: Any) -> Any:
     """Refuse requests that were meant for another host: a page in a browser may have a name that leads here."""
 
     def guarded(environ: dict[str, Any], start_response: Any) -> Any:
-        host = str(environ.get("HTTP_HOST", "")).strip()
-        name = host.rpartition(":")[0] if re.search(r":\d+\Z", host) else host
-        if not _is_loopback(name.strip("[]")):
+        if not is_loopback_host(str(environ.get("HTTP_HOST", ""))):
             start_response("403 Forbidden", [("Content-Type", "text/plain")])
             return [b"the Host header does not name this machine\n"]
         return app(environ, start_response)
@@ -151,7 +166,21 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> MetricsServer:
 
 def serve_worker(agent: Agent, port: int, host: str) -> MetricsServer:
     """Serve the metrics of a worker of this process, until it is closed."""
-    server = MetricsServer(MetricsCollector(lambda: [Scraped(agent.info.name, read_numbers(agent))]), host, port)
+    collector = MetricsCollector(lambda: [Scraped(agent.info.name, read_numbers(agent))])
     start_measuring(agent)
+    return serve_until_closed(agent, collector, port, host)
+
+
+def serve_until_closed(agent: Agent, collector: MetricsCollector, port: int, host: str) -> MetricsServer:
+    """Serve what a collector collects, until a worker of this process is closed.
+
+    Raises:
+        ConfigurationError: The port is in use.
+        NotInitialized: The worker is closed already.
+    """
+    server = MetricsServer(collector, host, port)
     agent.before_close.append(server.close)
+    if agent.is_closed:  # it may have called back before this
+        server.close()
+        raise NotInitialized(f"worker {agent.info.name} has shut down and cannot serve metrics")
     return server

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import msgspec
@@ -22,6 +23,7 @@ from gradwire._interrupts import interruptible
 from gradwire.autograd.current_context import current_context_id
 from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.observe.events import Event, subscribe
+from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent, attachments
 from gradwire.rpc.api import current_agent
 from gradwire.rpc.call_events import context_id_in
@@ -32,6 +34,8 @@ from gradwire.versions import GRADWIRE_VERSION
 
 if TYPE_CHECKING:
     from opentelemetry.trace import Span, SpanContext, TracerProvider
+
+_log = get_logger(__name__)
 
 NOTE: Final = "opentelemetry"
 
@@ -45,6 +49,28 @@ class TraceNote(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     traceparent: Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\Z")]
     tracestate: Annotated[str, msgspec.Meta(max_length=512, pattern=r"\A[\x20-\x7e]*\Z")] = ""
+
+
+class _Guard:
+    """Keeps errors of the program's samplers and span processors away from its calls. The first one is logged."""
+
+    def __init__(self, worker: str) -> None:
+        self._worker = worker
+        self._has_logged = False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool:
+        if not isinstance(error, Exception):
+            return False
+        if not self._has_logged:
+            self._has_logged = True
+            text = "%s: OpenTelemetry failed; spans may be missing, and further errors are not logged"
+            _log.error(text, self._worker, exc_info=error)
+        return True
 
 
 class SpanInterceptor(Interceptor):
@@ -61,6 +87,7 @@ class SpanInterceptor(Interceptor):
         self._tracer = trace.get_tracer("gradwire", GRADWIRE_VERSION, tracer_provider)
         self._propagator = TraceContextTextMapPropagator()
         self.agent = agent
+        self._guard = _Guard(agent.info.name)
         self._lock = threading.Lock()  # guards the next two
         self._open: OrderedDict[int, Span] = OrderedDict()  # of calls under way, by their ids
         self._by_context: OrderedDict[int, list[SpanContext]] = OrderedDict()  # spans of calls in autograd contexts
@@ -69,19 +96,24 @@ class SpanInterceptor(Interceptor):
         """Begin the span of a call that leaves; replies have none."""
         if envelope.kind == "reply":
             return None
+        with self._guard:
+            return self._begin_call(envelope)
+        return None
+
+    def _begin_call(self, envelope: Envelope) -> TraceNote | None:
         kind = self._trace.SpanKind.CLIENT
         span = self._tracer.start_span(envelope.function, kind=kind, attributes=self._attributes(envelope.function))
-        span.set_attribute("server.address", envelope.peer.name)
-        carrier: dict[str, str] = {}
-        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         evicted = None
         with self._lock:
             self._open[envelope.call_id] = span
             if len(self._open) > _MOST_OPEN:
                 _, evicted = self._open.popitem(last=False)
         if evicted is not None:
-            evicted.end()
+            self._end(evicted)
+        span.set_attribute("server.address", envelope.peer.name)
         self._remember(current_context_id(), span)
+        carrier: dict[str, str] = {}
+        self._propagator.inject(carrier, self._trace.set_span_in_context(span))
         if "traceparent" not in carrier:  # no SDK is configured
             return None
         state = carrier.get("tracestate", "")
@@ -92,15 +124,11 @@ class SpanInterceptor(Interceptor):
         message: TraceNote = note
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            carrier = {"traceparent": message.traceparent, "tracestate": message.tracestate}
-            span = self._tracer.start_span(
-                envelope.function,
-                self._propagator.extract(carrier),
-                self._trace.SpanKind.SERVER,
-                {**self._attributes(envelope.function), "client.address": envelope.peer.name},
-            )
-            request = current_request()
-            self._remember(0 if request is None else context_id_in(request.notes), span)
+            span: Span | None = None
+            with self._guard:
+                span = self._begin_run(envelope, message)
+            if span is None:
+                return _call(function, args, kwargs)
             error: BaseException | None = None
             later: torch.futures.Future[Any] | None = None
             try:
@@ -109,7 +137,7 @@ class SpanInterceptor(Interceptor):
                 found = value.future if type(value) is Later else value
                 later = found if isinstance(found, torch.futures.Future) else None
                 return value
-            except Exception as raised:
+            except BaseException as raised:  # of the user's function
                 error = raised
                 raise
             finally:
@@ -121,6 +149,18 @@ class SpanInterceptor(Interceptor):
 
         return run
 
+    def _begin_run(self, envelope: Envelope, message: TraceNote) -> Span:
+        carrier = {"traceparent": message.traceparent, "tracestate": message.tracestate}
+        span = self._tracer.start_span(
+            envelope.function,
+            self._propagator.extract(carrier),
+            self._trace.SpanKind.SERVER,
+            {**self._attributes(envelope.function), "client.address": envelope.peer.name},
+        )
+        request = current_request()
+        self._remember(0 if request is None else context_id_in(request.notes), span)
+        return span
+
     def on_event(self, event: Event) -> None:
         """End the span of a call, or make the span of a backward pass."""
         if event.worker != self.agent.info.name:
@@ -129,11 +169,13 @@ class SpanInterceptor(Interceptor):
             with self._lock:
                 span = self._open.pop((event.details or {}).get("call_id", 0), None)
             if span is not None:
-                if event.outcome != "ok":
-                    self._fail(span, event.outcome)
-                span.end()
+                with self._guard:
+                    if event.outcome != "ok":
+                        self._fail(span, event.outcome)
+                self._end(span)
         elif event.kind == "backward":
-            self._tell_backward(event)
+            with self._guard:
+                self._tell_backward(event)
 
     def _tell_backward(self, event: Event) -> None:
         from opentelemetry.context import Context
@@ -167,7 +209,7 @@ class SpanInterceptor(Interceptor):
             spans = list(self._open.values())
             self._open.clear()
         for span in spans:
-            span.end()
+            self._end(span)
 
     def _attributes(self, function: str) -> dict[str, str]:
         return {"rpc.system.name": "gradwire", "rpc.method": function, "gradwire.worker": self.agent.info.name}
@@ -184,11 +226,13 @@ class SpanInterceptor(Interceptor):
             if len(self._by_context) > _MOST_CONTEXTS:
                 self._by_context.popitem(last=False)
 
-    def _end(self, span: Span, error: BaseException | None) -> None:
-        if error is not None:
-            span.record_exception(error)
-            self._fail(span, type(error).__name__, str(error))
-        span.end()
+    def _end(self, span: Span, error: BaseException | None = None) -> None:
+        with self._guard:
+            if error is not None:
+                span.record_exception(error)
+                self._fail(span, type(error).__name__, str(error))
+        with self._guard:
+            span.end()
 
     def _fail(self, span: Span, kind: str, text: str = "") -> None:
         span.set_attribute("error.type", kind)
@@ -213,17 +257,28 @@ class _Switch:
 
     def __init__(self, tracer_provider: TracerProvider | None) -> None:
         self._tracer_provider = tracer_provider
-        self._interceptors: list[SpanInterceptor] = []
-        attachments.append(self._attach)
-        with contextlib.suppress(NotInitialized):
-            self._attach(current_agent())
+        self._lock = threading.Lock()  # guards changes of the next two
+        self._interceptors: tuple[SpanInterceptor, ...] = ()
+        self._is_closed = False
+        # Before the first span begins: events end it.
         self._unsubscribe = subscribe(self._on_event)
+        attachments.append(self._attach)
+        try:
+            with contextlib.suppress(NotInitialized):
+                self._attach(current_agent())
+        except Exception:  # of the tracer provider
+            self.close()
+            raise
 
     def _attach(self, agent: Agent) -> None:
         interceptor = SpanInterceptor(agent, self._tracer_provider)
-        agent.interceptors.append(interceptor)  # behind all others: its span is around what they do
-        agent.before_close.append(interceptor.end_open)
-        self._interceptors = [item for item in self._interceptors if not item.agent.is_closed] + [interceptor]
+        with self._lock:
+            kept = tuple(item for item in self._interceptors if not item.agent.is_closed)
+            if self._is_closed or any(item.agent is agent for item in kept):
+                return
+            self._interceptors = (*kept, interceptor)
+            agent.before_close.append(interceptor.end_open)
+            agent.interceptors.append(interceptor)  # behind all others: its span is around what they do
 
     def _on_event(self, event: Event) -> None:
         for interceptor in self._interceptors:
@@ -232,8 +287,12 @@ class _Switch:
     def close(self) -> None:
         attachments.remove(self._attach)
         self._unsubscribe()
-        for interceptor in self._interceptors:
+        with self._lock:
+            self._is_closed = True
+            interceptors, self._interceptors = self._interceptors, ()
+        for interceptor in interceptors:
             interceptor.agent.interceptors.remove(interceptor)
+            interceptor.agent.before_close.remove(interceptor.end_open)
             interceptor.end_open()
 
 

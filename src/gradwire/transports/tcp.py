@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import re
 import socket
 import ssl
 import threading
@@ -274,6 +275,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def is_loopback_host(header: str) -> bool:
+    """Return whether a Host header of HTTP names loopback, with any port: a tunnel may have another one than the server."""
+    found = re.fullmatch(r"(?:\[([0-9a-f:]+)\]|([^:\[\]]+))(?::[0-9]+)?", header.lower())
+    return found is not None and is_loopback(found[1] or found[2])
 
 
 def make_uri(host: str, port: int | str, is_tls: bool) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed, RemoteTraceback
-from gradwire.types import Trust
+from gradwire.types import CONTROL_CHARS, Trust
 from gradwire.wire import plain
 from gradwire.wire.messages import ErrorInfo, check_text
 
@@ -35,7 +35,7 @@ MAX_CAUSES: Final = 16
 T = TypeVar("T")
 
 _DETAILS_LIMITS: Final = Limits()
-_UNSAFE: Final = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_UNSAFE: Final = re.compile(rf"(?![\t\n])[{CONTROL_CHARS}]")
 _NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit, RemoteTraceback)
 # Attributes that built-in exceptions keep outside of `args` and `__dict__`.
 _BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] = (

@@ -31,7 +31,7 @@ from msgspec import Meta
 
 from gradwire.config import Limits
 from gradwire.errors import DecodeError, LimitExceeded
-from gradwire.types import Trust, WorkerAddress, is_worker_name
+from gradwire.types import CONTROL_CHARS, Trust, WorkerAddress, is_worker_name
 from gradwire.versions import Versions
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def read_note(note: Note, kind: type[N]) -> N:
 _MAX_RANK: Final = 65535
 _MAX_URIS: Final = 16
 _MAX_TEXT_BYTES: Final = 1024
-_UNPRINTABLE: Final = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
+_UNPRINTABLE: Final = re.compile(f"[{CONTROL_CHARS}]")
 
 encode_address: Final = msgspec.msgpack.Encoder().encode
 _decode_address: Final = msgspec.msgpack.Decoder(WorkerAddress).decode

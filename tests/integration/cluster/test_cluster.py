@@ -185,6 +185,9 @@ def test_metrics(cluster: Cluster) -> None:
     assert 'gradwire_run_duration_seconds_count{function="cluster.tasks:add",worker="worker0"} 1.0' in text
     assert 'gradwire_worker_up{worker="worker1"} 1.0' in text
     assert metrics.serve_workers().keys() == {"worker0", "worker1"}
+    cluster.close()
+    with pytest.raises(WorkerLost, match="this cluster was closed, so there is nothing to measure"):
+        cluster.metrics()
 
 
 def test_status_does_not_wait_for_a_worker_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
@@ -442,7 +445,9 @@ def test_a_process_that_the_driver_forked_does_not_end_the_cluster(cluster: Clus
                 change()
             except NotInitialized as error:
                 refusals += f"belongs to process {os.getppid()}" in str(error)
-        cluster.close()
+        signal.alarm(20)  # ends it if it waits
+        with cluster._lock:  # as another thread of the driver may have done
+            cluster.close()
         os._exit(refusals)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 4, "each change is refused"
     assert cluster.workers[0].call(tasks.add, 1) == 2

@@ -7,6 +7,7 @@ import http.client
 import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -421,6 +422,21 @@ def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.Mon
         ConfigurationError, match=r"the page needs the package uvicorn: run pip install 'gradwire\[dashboard\]'"
     ):
         __import__("gradwire.dashboard.web_server")
+
+
+def test_a_process_that_the_driver_forked_closes_nothing_and_does_not_wait(dashboard: Dashboard) -> None:
+    with dashboard._lock:  # as another thread may
+        child = os.fork()
+        if child == 0:
+            dashboard.close()
+            os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child, 10.0, "that the forked process has ended")
+    except BaseException:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        raise
+    assert Client(dashboard).get(path_of(dashboard.url)).status == 303
 
 
 def test_a_process_that_the_driver_forked_does_not_keep_the_port(dashboard: Dashboard) -> None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import typer
+from rich.table import Table
 
+from gradwire.cli.console import make_console, say
 from gradwire.cli.status_view import find_socket
 
 _PATHS = [Path(f"/run/gradwire/{name}.sock") for name in ("train-12", "train-123", "eval-7")]
@@ -30,6 +32,15 @@ def test_a_name_that_fits_none_or_several_is_an_error_that_shows_them(
         find_socket(wanted, _PATHS)
     assert caught.value.exit_code == 1
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["train[/nope]", "a :warning: [red]"])
+def test_what_is_printed_is_not_read_as_markup(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    table = Table("program")
+    table.add_row(text)
+    make_console().print(table)
+    say(text)
+    assert capsys.readouterr().out.count(text) == 2
 
 
 def test_without_any_cluster_that_is_said(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,14 @@ def test_it_names_workers_calls_and_what_passes_wait_for() -> None:
     assert " 77 " in text
 
 
+@pytest.mark.parametrize("text", ["[/nope]", "[link=http://x.example]cuda:0[/link]", ":warning:"])
+def test_text_of_a_worker_is_not_read_as_markup(text: str) -> None:
+    call = CallStatus(function=text, caller=text, phase="run", seconds=1.0, waits_for=text)
+    waiting = PassStatus(context_id=77, root=text, phase=text, seconds=6.0, waits_for=(text,))
+    fields = {"name": text, "device": text, "calls": (call,), "passes": (waiting,), "exit_reason": text, "state": text}
+    assert shown(report(worker(0, **fields)), width=400).count(text) == 13
+
+
 def test_an_idle_cluster_has_neither_calls_nor_passes() -> None:
     assert shown(report(worker(0))).count("none") == 2
 

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import MakeAgents
 from gradwire.cluster.cluster_metrics import METRICS, SERVE_METRICS, ClusterMetrics, ScrapedMember, serve_numbers
-from gradwire.errors import AuthenticationFailed, ConfigurationError, DecodeError
+from gradwire.errors import AuthenticationFailed, ConfigurationError, DecodeError, NotInitialized
 from gradwire.rpc import Agent
 
 
@@ -52,6 +52,14 @@ def test_a_port_that_is_in_use_is_an_error_of_that_worker(make_agents: MakeAgent
         metrics.serve_workers(server.port)
     with pytest.raises(ConfigurationError, match="port 65535 is too high"):
         metrics_of(a, "b", "b2").serve_workers(65_535)
+
+
+def test_a_closed_driver_serves_nothing(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    metrics = metrics_of(a)
+    a.close()
+    with pytest.raises(NotInitialized, match="worker a has shut down and cannot serve metrics"):
+        metrics.serve()
 
 
 def test_only_the_driver_may_ask(make_agents: MakeAgents) -> None:

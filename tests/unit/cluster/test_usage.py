@@ -70,7 +70,11 @@ def test_only_the_driver_may_ask(make_agents: MakeAgents) -> None:
         a.ask("b", USAGE, (), 5.0).wait()
 
 
-@pytest.mark.parametrize("answer", ["many", None, [1], 1.5, [-1, None, "cpu", None, 0, 0, 0, 0, [], []]])
+_CALL = {"function": "f", "caller": "a", "phase": "run", "seconds": float("inf")}
+_ENDLESS = [1, None, "cpu", None, 0, 0, 0, 0, [_CALL], []]
+
+
+@pytest.mark.parametrize("answer", ["many", None, [1], 1.5, [-1, None, "cpu", None, 0, 0, 0, 0, [], []], _ENDLESS])
 def test_an_answer_of_another_type_counts_as_none(make_agents: MakeAgents, answer: Any) -> None:
     a, b = make_agents(2)
     b.server.register_control(USAGE, lambda _: answer)

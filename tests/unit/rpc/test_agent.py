@@ -287,6 +287,36 @@ def start(name: str, directory: StaticDirectory, **config: object) -> Agent:
     return start_worker(WorkerInfo(name, 0), WorkerConfig(token=b"x", **config), directory)  # type: ignore[arg-type]
 
 
+def test_a_callback_that_fails_does_not_keep_a_worker_from_closing(
+    make_agents: MakeAgents, caplog: pytest.LogCaptureFixture
+) -> None:
+    (a,) = make_agents(1)
+    told: list[str] = []
+
+    def fail() -> None:
+        a.before_close.remove(fail)  # the callback after it is called nevertheless
+        raise ValueError("no exporter")
+
+    a.before_close += [fail, lambda: told.append("next")]
+    a.close()
+    assert a.wait_closed(0.0)
+    assert told == ["next"]
+    assert "a: a callback failed while the worker was being closed" in caplog.text
+    assert "no exporter" in caplog.text
+
+
+def test_ctrl_c_in_a_callback_does_not_keep_a_worker_from_closing(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    a.before_close.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        a.close()
+    assert a.wait_closed(0.0)
+
+
 def test_a_worker_that_cannot_start_leaves_nothing() -> None:
     directory = StaticDirectory()
     first = start("same", directory, transports=("inproc",))

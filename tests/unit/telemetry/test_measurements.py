@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import os
 
+import msgspec
 import pytest
 
 from conftest import MakeAgents
 from gradwire.observe import events
 from gradwire.observe.events import Event
+from gradwire.rpc.traffic import MOST_PEERS, OTHER
 from gradwire.telemetry.measurements import (
     BUCKETS_S,
     MOST_FUNCTIONS,
     MOST_OUTCOMES,
-    OTHER,
     Measurements,
+    WorkerNumbers,
     read_numbers,
     rss_of,
     start_measuring,
@@ -83,6 +85,19 @@ def test_numbers_of_a_worker(make_agents: MakeAgents) -> None:
     a.close()
     b.close()
     assert events.sink is None, "what was measured ends with the worker"
+
+
+def test_a_closed_worker_is_not_measured(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    a.close()
+    start_measuring(a)
+    assert events.sink is None
+
+
+def test_numbers_of_a_worker_with_many_peers_are_valid(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    a.traffic._ended = {f"{number}" * 300: (1, 2) for number in range(MOST_PEERS)} | {OTHER: (1, 2)}
+    assert msgspec.convert(msgspec.to_builtins(read_numbers(a)), WorkerNumbers).traffic[-1].peer == OTHER
 
 
 def test_memory_of_a_process() -> None:

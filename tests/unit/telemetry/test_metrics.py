@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import re
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -58,6 +60,27 @@ def test_names_follow_the_conventions() -> None:
         assert re.fullmatch(r"gradwire_[a-z_]+", family.name)
         assert family.documentation.endswith(".")
     assert len({family.name for family in families}) == len(families)
+
+
+def test_a_series_that_a_worker_repeats_is_told_once() -> None:
+    more = (Traffic("driver", 300, 400),), (Counter("calls", (_NAME, "ok"), 9),), (_NUMBERS.histograms[0],)
+    doubled = msgspec.structs.replace(
+        _NUMBERS,
+        traffic=_NUMBERS.traffic + more[0],
+        counters=_NUMBERS.counters + more[1],
+        histograms=_NUMBERS.histograms + more[2],
+    )
+    text = MetricsCollector(lambda: [Scraped("w0", doubled)]).render().decode()
+    series = [line.rpartition(" ")[0] for line in text.splitlines() if not line.startswith("#")]
+    assert len(set(series)) == len(series)
+    assert "9.0" in text
+
+
+@pytest.mark.parametrize("sum_s", [math.inf, math.nan, -1.0])
+def test_sums_are_finite(sum_s: float) -> None:
+    data = msgspec.to_builtins(Histogram("call_duration", (_NAME,), _COUNTS, sum_s))
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert(data, Histogram)
 
 
 @pytest.mark.parametrize("number", [-1, 1.5, "1"])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
+import signal
+import socket
 import sys
 import urllib.request
 import warnings
@@ -14,7 +17,8 @@ from conftest import MakeAgents
 from gradwire import telemetry
 from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc import set_current_agent
-from gradwire.telemetry.metrics_server import serve_worker
+from gradwire.telemetry.metrics_server import _MOST_REQUESTS, serve_worker
+from gradwire.testing import wait_until
 
 
 def test_a_worker_serves_its_metrics_until_it_is_closed(make_agents: MakeAgents) -> None:
@@ -53,11 +57,51 @@ def test_a_forked_process_does_not_keep_the_port(make_agents: MakeAgents) -> Non
     os.close(far)
 
 
+def test_closing_in_a_forked_process_leaves_the_server_to_the_parent(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    server = serve_worker(a, 0, "127.0.0.1")
+    with server._lock, warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        pid = os.fork()
+        if pid == 0:
+            server.close()
+            os._exit(0)
+    try:
+        wait_until(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid, 10.0, "that the forked process has ended")
+    except BaseException:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
+    with urllib.request.urlopen(server.url, timeout=10) as answer:
+        assert answer.status == 200
+
+
+def test_connections_beyond_the_limit_are_closed(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    with serve_worker(a, 0, "127.0.0.1") as server, contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+            for _ in range(_MOST_REQUESTS)
+        ]
+        refused = stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=10))
+        assert refused.recv(1) == b""
+        for connection in silent:
+            connection.close()
+
+        def is_served() -> bool:
+            with contextlib.suppress(OSError), urllib.request.urlopen(server.url, timeout=10) as answer:
+                return bool(answer.status == 200)
+            return False
+
+        wait_until(is_served, 10.0, "that a later request is served")
+
+
 @pytest.mark.parametrize(
     ("host", "status"),
     [
         ("127.0.0.1", 200),
         ("localhost:1", 200),
+        ("LOCALHOST", 200),
         ("[::1]:1", 200),
         ("", 403),
         ("evil.example:80", 403),

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, get_current_span
@@ -20,7 +20,7 @@ from gradwire import rpc, telemetry
 from gradwire.errors import ConfigurationError, DecodeError
 from gradwire.observe import events
 from gradwire.rpc import Agent, set_current_agent
-from gradwire.telemetry.spans import NOTE, TraceNote
+from gradwire.telemetry.spans import NOTE, SpanInterceptor, TraceNote
 from gradwire.testing import wait_until
 from gradwire.wire.messages import read_note
 
@@ -160,6 +160,102 @@ def test_when_switched_off_again_calls_have_no_notes(exporter: InMemorySpanExpor
     assert NOTE not in [item.name for agent in pair for item in agent.interceptors]
     rpc.rpc_sync("b", max, args=(1, 2))
     assert exporter.get_finished_spans() == ()
+
+
+class _Failing(SpanProcessor):
+    """Fails at the start of spans, or at their end."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self.num_failed = 0
+
+    def on_start(self, span: Any, parent_context: Any = None) -> None:
+        self._fail("start")
+
+    def on_end(self, span: ReadableSpan) -> None:
+        self._fail("end")
+
+    def _fail(self, where: str) -> None:
+        if where == self._where:
+            self.num_failed += 1
+            raise ValueError(f"no {where}")
+
+
+@pytest.mark.parametrize("where", ["start", "end"])
+def test_calls_and_passes_go_on_when_opentelemetry_fails(
+    make_agents: MakeAgents, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    processor = _Failing(where)
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(processor)
+    telemetry.enable_opentelemetry(provider)
+    try:
+        a, b = make_agents(2)
+        set_current_agent(a)
+        x = torch.ones(3, requires_grad=True)
+        for _ in range(2):
+            before = processor.num_failed
+            with gw.autograd.context() as context_id:
+                loss = rpc.rpc_sync("b", _double, args=(x,)).sum()
+                gw.autograd.backward(context_id, [loss])
+                assert torch.equal(gw.autograd.get_gradients(context_id)[x], torch.full((3,), 2.0))
+            # A call without a span has no note, so its callee begins none either.
+            wait_until(lambda: processor.num_failed - before == (3 if where == "start" else 4), 10.0, "all spans")  # noqa: B023
+        assert sorted(record.args[0] for record in caplog.records if "OpenTelemetry" in record.msg) == ["a", "b"]  # type: ignore[index]
+        assert all(
+            not item._open for agent in (a, b) for item in agent.interceptors if isinstance(item, SpanInterceptor)
+        )
+    finally:
+        set_current_agent(None)
+        telemetry.disable_opentelemetry()
+    assert events.sink is None
+
+
+def _exit() -> None:
+    raise SystemExit("enough")
+
+
+def test_a_function_that_exits_has_a_span_with_an_error(exporter: InMemorySpanExporter, pair: list[Agent]) -> None:
+    with pytest.raises(Exception, match="enough"):
+        rpc.rpc_sync("b", _exit)
+    for span in wait_for(exporter, 2):
+        assert span.status.status_code is StatusCode.ERROR
+        assert str((span.attributes or {})["error.type"]) in ("SystemExit", "RemoteCallFailed")
+
+
+def test_a_provider_that_fails_leaves_nothing_enabled(make_agents: MakeAgents) -> None:
+    class Broken(TracerProvider):
+        def get_tracer(self, *_: Any, **__: Any) -> Any:
+            raise ValueError("no tracer")
+
+    (a,) = make_agents(1)
+    set_current_agent(a)
+    try:
+        with pytest.raises(ValueError, match="no tracer"):
+            telemetry.enable_opentelemetry(Broken(shutdown_on_exit=False))
+    finally:
+        set_current_agent(None)
+    assert events.sink is None
+    make_agents(1)
+
+
+def test_events_are_taken_before_the_first_span_begins(make_agents: MakeAgents) -> None:
+    (a,) = make_agents(1)
+    set_current_agent(a)
+    seen: list[bool] = []
+
+    class Provider(TracerProvider):
+        def get_tracer(self, *args: Any, **kwargs: Any) -> Any:
+            seen.append(events.sink is not None)
+            return super().get_tracer(*args, **kwargs)
+
+    try:
+        telemetry.enable_opentelemetry(Provider(shutdown_on_exit=False))
+    finally:
+        set_current_agent(None)
+        telemetry.disable_opentelemetry()
+    assert seen == [True]
+    assert not [tell for tell in a.before_close if "end_open" in repr(tell)], "switched off, it leaves no callback"
 
 
 _PARENT = f"00-{'a' * 32}-{'b' * 16}-01"

@@ -21,7 +21,7 @@ from gradwire.runtime import start_worker
 from gradwire.testing import wait_until
 from gradwire.testing.transports import ANYTHING, Sender, end_of, send_call
 from gradwire.transports.stream import StreamConnection, StreamOptions
-from gradwire.transports.tcp import TcpListener, TcpTransport, TlsChannel, is_loopback
+from gradwire.transports.tcp import TcpListener, TcpTransport, TlsChannel, is_loopback, is_loopback_host
 from gradwire.transports.tls import make_keys
 from gradwire.types import WorkerInfo
 
@@ -93,6 +93,26 @@ def test_what_is_loopback(host: str, expected: bool) -> None:
     assert is_loopback(host) is expected
     assert is_loopback("localhost")
     assert not is_loopback("localhost.example.org")
+
+
+@pytest.mark.parametrize(
+    "header",
+    ["127.0.0.1", "127.0.0.1:8000", "127.9.9.9:1", "localhost", "LOCALHOST:1", "LocalHost", "[::1]", "[::1]:9"],
+)
+def test_hosts_that_name_loopback(header: str) -> None:
+    assert is_loopback_host(header)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("", ":80", "example.com:8000", "127.0.0.1.example.com", "localhost:80:80", "127.0.0.1:8000@example.com"),
+        *("0.0.0.0:8000", "::1", "::1:80", "[::1%x]", "[127.0.0.1]", "[localhost]", "localhost:", "localhost:\u0661"),
+        *("127.0.0.1,example.com", "localhost\n", "[::1", "127.1"),
+    ],
+)
+def test_hosts_that_do_not_name_loopback(header: str) -> None:
+    assert not is_loopback_host(header)
 
 
 @pytest.mark.parametrize("transport", ["unix", "inproc", "tcp"])
