@@ -28,6 +28,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from gradwire.config import check_port
 from gradwire.dashboard.access import Access, is_loopback_host, is_same_site
 from gradwire.dashboard.collector import Collector, Row, State
 from gradwire.dashboard.stacks import explain_failure, find_stacks
@@ -194,6 +195,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _listen(port: int) -> socket.socket:
+    check_port(port)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
