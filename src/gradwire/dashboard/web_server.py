@@ -370,7 +370,7 @@ class Guard:
         headers = _headers_of(scope)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not is_loopback_host(headers.get("host", "")):
-            return _refusal(421, "This page is served to this machine alone: open it as 127.0.0.1 or localhost.")
+            return _refusal(421, "This page is only available on this machine: open it as 127.0.0.1 or localhost.")
         if scope["method"] not in ("GET", "HEAD"):
             return _refusal(405, "This page can only be read.")
         if scope["path"] == "/" and _token_of(scope) is not None:
@@ -397,7 +397,7 @@ class Guard:
                 return RedirectResponse("/", 303)  # the same browser again
             return _refusal(
                 403,
-                "This link was used before, or is not one of this cluster. Run `gradwire dashboard`, or print "
+                "This link has already been used, or belongs to another cluster. Run `gradwire dashboard`, or print "
                 "cluster.dashboard().url in your program for another.",
             )
         answer = RedirectResponse("/", 303)

@@ -394,7 +394,7 @@ def test_after_the_end(cluster: Cluster) -> None:
         rpc.rpc_sync("worker0", tasks.add, (1,))
     with pytest.raises(NotInitialized, match="this cluster is closed"):
         cluster.dashboard()
-    with pytest.raises(NotInitialized), cluster.trace():
+    with pytest.raises(NotInitialized), cluster.trace("run.json"):
         pass
 
 
