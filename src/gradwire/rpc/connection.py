@@ -509,7 +509,7 @@ class Connection:
         elif goodbye is not None and goodbye != "shutdown":
             reason, is_cut = f"it closed the connection: {goodbye}", self.peer is not None
             if self.peer is None:
-                _log.info("%s: %s closed a connection: %s", agent.info.name, name, goodbye)
+                _log.info("%s closed a connection: %s", name, goodbye)
         else:
             ended = "connection closed unexpectedly (the process died or was killed)"
             reason = "it has shut down" if goodbye else ended

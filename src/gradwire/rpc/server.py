@@ -209,7 +209,7 @@ class Server:
         try:
             self._accept_all(listener)
         except ResourceExhausted as error:
-            _log.warning("%s: %s", self.agent.info.name, error)
+            _log.warning("%s", error)
             self._paused[listener] = time.monotonic() + _PAUSE_S
             self.agent.reactor.expect(self._paused[listener])
         else:
