@@ -275,4 +275,8 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except KeyboardInterrupt:
+        console.print("stopped")
+        raise SystemExit(130) from None

@@ -26,7 +26,8 @@ def count_columns(progress: Any) -> list[Any]:
 class DelayedBar:
     """A progress bar that its user updates, so that it needs no thread.
 
-    `columns` is called with the module `rich.progress` and returns the columns to the right of the bar.
+    `columns` is called with the module `rich.progress` and returns the columns to the right of the bar. The elapsed time
+    counts from the creation of this object, not from the moment at which the bar appears.
     """
 
     def __init__(
@@ -38,17 +39,20 @@ class DelayedBar:
     ) -> None:
         self._description = description
         self._columns = columns
-        self._shown_from = time.monotonic() + (_DELAY_S if is_delayed else 0.0) if is_shown else float("inf")
+        self._began = time.monotonic()
+        self._shown_from = self._began + (_DELAY_S if is_delayed else 0.0) if is_shown else float("inf")
         self._bar: Progress | None = None
 
-    def update(self, completed: int, total: int | None) -> None:
+    def update(self, completed: int, total: int | None, step: str = "") -> None:
+        """Show how much is done, and the current step after the description."""
         if self._bar is None:
             if time.monotonic() < self._shown_from:
                 return
             self._shown_from = float("inf")  # checked once: whether there is a terminal does not change
             self._bar = self._make_bar()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=completed, total=total)
+            description = f"{self._description} ({step})" if step else self._description
+            self._bar.update(self._bar.task_ids[0], completed=completed, total=total, description=description)
             self._bar.refresh()
 
     def __enter__(self) -> DelayedBar:
@@ -77,9 +81,11 @@ class DelayedBar:
             *self._columns(progress),
             console=console,
             auto_refresh=False,
+            get_time=time.monotonic,
             redirect_stdout=sys.stdout.isatty(),  # output to a file or a notebook must stay unchanged
             redirect_stderr=sys.stderr.isatty(),
         )
-        bar.add_task(self._description, total=None)
+        task_id = bar.add_task(self._description, total=None)
+        bar.tasks[task_id].start_time = self._began
         bar.start()
         return bar

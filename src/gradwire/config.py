@@ -15,6 +15,8 @@ from typing import Any
 from gradwire.errors import ConfigurationError
 from gradwire.types import Trust
 
+__all__ = ["GIB", "KIB", "MIB", "Limits", "TlsKeys", "WorkerConfig"]
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
@@ -31,6 +33,16 @@ def _is_port(value: Any) -> bool:
         return False
     least = 0 if len(ports) == 1 else 1
     return bool(least <= ports[0] <= ports[-1] <= _MAX_PORT)
+
+
+def check_port(port: object) -> None:
+    """Check the port of a server.
+
+    Raises:
+        ConfigurationError: It is not a number from 0 to 65,535.
+    """
+    if isinstance(port, tuple) or not _is_port(port):
+        raise ConfigurationError(f"port must be a whole number from 0 (any free port) to {_MAX_PORT:,}, not {port!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -314,3 +314,15 @@ def printed(cell: dict[str, Any], *, kinds_only: bool = False) -> list[tuple[str
         text = "".join(output.get("text") or output["data"].get("text/plain", ""))
         shown.append((kind, "" if kinds_only else text))
     return shown
+
+
+def test_ctrl_c_stops_the_demo_with_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("gradwire.Cluster.local", interrupt)
+    monkeypatch.setattr(sys, "argv", ["demo.py"])
+    with pytest.raises((SystemExit, KeyboardInterrupt)) as ended:  # the latter would end pytest
+        runpy.run_path(str(EXAMPLES / "demo.py"), run_name="__main__")
+    assert repr(ended.value) == "SystemExit(130)"
+    assert capsys.readouterr() == ("stopped\n", "")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gradwire.cluster.api import Cluster
-from gradwire.config import Limits, TlsKeys, WorkerConfig
+from gradwire.config import Limits, TlsKeys, WorkerConfig, check_port
 from gradwire.errors import ConfigurationError
 from gradwire.rpc import RpcOptions
 
@@ -19,6 +19,14 @@ from gradwire.rpc import RpcOptions
 def test_limits_are_positive_numbers(name: str, wrong: Any) -> None:
     with pytest.raises(ConfigurationError, match=rf"Limits\.{name} must be a positive number"):
         Limits(**{name: wrong})
+
+
+@pytest.mark.parametrize("wrong", [-5, 65_536, "x", True, 1.5, None, (1, 2)])
+def test_a_port_is_a_whole_number(wrong: Any) -> None:
+    with pytest.raises(
+        ConfigurationError, match=r"port must be a whole number from 0 \(any free port\) to 65,535, not "
+    ):
+        check_port(wrong)
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,28 @@ def test_it_does_not_show_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert terminal.getvalue() == ""
 
 
+def test_the_elapsed_time_counts_from_the_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(_progress_bar.time, "monotonic", lambda: now[0])
+    terminal = _use_terminal(monkeypatch)
+    bar = DelayedBar("square", count_columns)
+    now[0] = 163.0
+    bar.update(1, 4)
+    bar.stop()
+    assert "0:01:03" in terminal.getvalue()
+
+
+def test_the_current_step_is_shown_after_the_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _use_terminal(monkeypatch)
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    with _make_bar() as bar:
+        bar.update(0, None, "importing torch")
+        assert "square (importing torch)" in terminal.getvalue()
+        terminal.truncate(0)
+        bar.update(1, 4)
+    assert "importing" not in terminal.getvalue()
+
+
 def test_it_does_not_show_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     file = io.StringIO()
     monkeypatch.setattr(sys, "stderr", file)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from gradwire.autograd.backward_pass import list_roots
 from gradwire.autograd.context import EXTENSION, DistAutogradContext
 from gradwire.autograd.current_context import current_context, current_context_id, leave
 from gradwire.autograd.distributed_graph import DistributedGraph
@@ -248,10 +249,11 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
         timeout: Seconds to wait for answers. Workers that do not answer are shown with what others know of them.
 
     Raises:
+        TypeError: `roots` is neither a tensor nor a sequence.
         AutogradError: A root is not a tensor that requires grad.
         UnknownContext: The context was released, or this worker does not take part in it.
     """
-    tensors: tuple[Any, ...] = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    tensors = list_roots(roots)
     if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
         raise AutogradError("roots must be tensors that require grad, on the worker that calls graph")
     limit: object = timeout

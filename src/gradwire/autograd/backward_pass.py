@@ -68,9 +68,18 @@ class Roots:
 NO_ROOTS = Roots()
 
 
+def list_roots(roots: Any) -> tuple[Any, ...]:
+    """Return the roots, of which there may be one; they are not checked."""
+    if isinstance(roots, torch.Tensor):
+        return (roots,)
+    if not isinstance(roots, Iterable):
+        raise TypeError(f"roots must be a tensor or a sequence of tensors, not {type(roots).__name__}")
+    return tuple(roots)
+
+
 def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = True) -> Roots:
     """Return the roots of a pass, with a gradient for each."""
-    tensors = (roots,) if isinstance(roots, torch.Tensor) else tuple(roots)
+    tensors = list_roots(roots)
     if not tensors:
         raise AutogradError("No tensors provided for gradient computation.")
     given = (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients or (None,) * len(tensors))

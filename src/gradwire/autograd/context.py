@@ -19,6 +19,7 @@ import torch
 
 from gradwire import _interrupts
 from gradwire._torch import leaf_hooks
+from gradwire.autograd._graph_text import count
 from gradwire.autograd.functions import Gradients, make_recv, make_send
 from gradwire.config import Limits
 from gradwire.errors import AutogradError, LimitExceeded, RpcTimeout, UnknownContext
@@ -244,8 +245,11 @@ class DistAutogradContext:
         self.charges: dict[int, int] | None = {}  # guarded by `Quotas`: bytes by the worker that made them necessary
 
     def __repr__(self) -> str:
-        state = f"released {self.released}" if self.released else f"{len(self.passes)} passes under way"
-        return f"<DistAutogradContext {self.context_id}: {len(self.sends)} sends, {len(self.recvs)} recvs, {state}>"
+        state = (
+            f"released {self.released}" if self.released else f"{count(len(self.passes), 'pass', 'passes')} in progress"
+        )
+        messages = f"{count(len(self.sends), 'send')}, {count(len(self.recvs), 'recv')}"
+        return f"<DistAutogradContext {self.context_id}: {messages}, {state}>"
 
     # -- recording -----------------------------------------------------------------------------------------------
 

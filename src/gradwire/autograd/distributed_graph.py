@@ -19,6 +19,7 @@ from gradwire.autograd._graph_svg import to_svg
 from gradwire.autograd._graph_text import count, to_dot, to_mermaid
 from gradwire.autograd.messages import NO_ID
 from gradwire.autograd.worker_views import MessageView, Segment, WorkerView, find_settlers
+from gradwire.errors import ConfigurationError
 
 NodeKind = Literal["segment", "roots", "received", "unknown"]
 _MOST_IN_SVG, _MOST_IN_MERMAID, _MOST_IN_DOT = 100, 200, 2_000
@@ -127,7 +128,14 @@ class DistributedGraph(msgspec.Struct, frozen=True):
         return tuple(notes)
 
     def first(self, num_messages: int) -> DistributedGraph:
-        """Return the part of the graph with the first messages."""
+        """Return the part of the graph with the first messages.
+
+        Raises:
+            ConfigurationError: `num_messages` is not a whole number from 0 on.
+        """
+        given: object = num_messages
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ConfigurationError(f"the number of messages must be a whole number, 0 or more, not {given!r}")
         if num_messages >= len(self.messages):
             return self
         messages = self.messages[:num_messages]

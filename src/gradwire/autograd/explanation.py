@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from gradwire.autograd._backward_state import PassSnapshot
+from gradwire.autograd._graph_text import count
 from gradwire.autograd._segments import find_segments
 from gradwire.autograd.context import RESULT, DistAutogradContainer, RecordedSend
 from gradwire.autograd.distributed_graph import DistributedGraph, assemble
@@ -64,8 +65,9 @@ class Explanation(msgspec.Struct, frozen=True):
                 lines.append(f"  {view.worker} does not answer")
                 continue
             lines.append(
-                f"  {view.worker}: {view.num_sends} sends, {view.num_recvs} recvs, "
-                f"gradients of {view.num_gradients} leaves, {len(view.passes) or 'no'} passes under way"
+                f"  {view.worker}: {count(view.num_sends, 'send')}, {count(view.num_recvs, 'recv')}, "
+                f"gradients of {count(view.num_gradients, 'leaf', 'leaves')}, "
+                f"{count(len(view.passes), 'pass', 'passes')} in progress"
             )
             for current in view.passes:
                 lines += _describe_pass(view.worker, current, settlers)
@@ -75,17 +77,17 @@ class Explanation(msgspec.Struct, frozen=True):
 def _describe_pass(worker: str, current: PassView, settlers: Mapping[int, str]) -> list[str]:
     lines = [f"    pass {current.pass_id:#x} ({current.mode}, begun by {current.root}): {current.phase}"]
     if current.num_running:
-        lines.append(f"      {worker} computes ({current.num_running} runs of the local engine)")
+        lines.append(f"      {worker} computes ({count(current.num_running, 'run')} of the local engine)")
     for send in current.waiting:
         settler = settlers[send.message_id]
-        way = f", which passed it on to {settler} untouched" if settler != send.peer else ""
+        way = f", which forwarded it unchanged to {settler}" if settler != send.peer else ""
         stands = "; a run of the local engine is blocked on it" if send.is_gate else ""
         what = f"send {send.message_id:#x} of {send.function} ({send.site}) on worker {worker} to {send.peer}"
         lines.append(f"      {worker} waits for {settler}: {what}{way}{stands}")
     for item in current.offered:
         if settlers.get(item.message_id) == worker:  # the shortcut was not taken
-            way = f"send {item.message_id:#x} on to {item.peer} untouched, so it waits for the answer of {item.peer}"
-            lines.append(f"      {worker} passed {way}")
+            way = f"send {item.message_id:#x} unchanged to {item.peer} and waits for its reply"
+            lines.append(f"      {worker} forwarded {way}")
     return lines
 
 

@@ -87,10 +87,8 @@ class StallDetector:
         elif now - self._unchanged_since >= LONG_WAIT_S:
             self._unchanged_since = _NEVER
             _log.warning(
-                "%s: the backward pass of context %d has made no progress for %.0f s: %s. "
+                "the backward pass has made no progress for %.0f s: %s. "
                 "gradwire.autograd.explain(%d) or `gradwire top` shows more",
-                self._agent.info.name,
-                self._pass.context.context_id,
                 LONG_WAIT_S,
                 clean(waiting_text(self._snapshots)),
                 self._pass.context.context_id,

@@ -78,8 +78,11 @@ def find_socket(wanted: str, paths: list[Path]) -> Path:
     if wanted in names:
         return names[wanted]
     found = [path for name, path in names.items() if name.startswith(wanted) or name.endswith(f"-{wanted}")]
-    if len(found) != 1:
-        fail(f"{wanted} does not match exactly one of your clusters on this machine; {names_of(found or paths)}")
+    if not found:
+        fail(f"no cluster matches {wanted!r}; {names_of(paths)}")
+    if len(found) > 1:
+        *others, last = map(name_of, found)
+        fail(f"{wanted!r} matches {', '.join(others)} and {last}; name one of them")
     return found[0]
 
 

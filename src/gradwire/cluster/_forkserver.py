@@ -28,11 +28,12 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import NoReturn
 
 from gradwire import _interrupts
+from gradwire._progress_bar import REFRESH_S
 from gradwire.cluster._control import (
     AdoptFolder,
     FolderMade,
@@ -236,13 +237,13 @@ _PROGRAM = (
 # OpenBLAS starts its threads when it is loaded; OpenMP and MKL count them then.
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 _EXIT_TIMEOUT_S = 8.0
-_LONGEST_POLL_S = 1e6  # the kernel counts milliseconds in 32 bits
+OnWait = Callable[[], object]
 
 
 class ForkServerProcess:
     """A fork server as its driver sees it."""
 
-    def __init__(self, timeout_s: float, modules: Sequence[str] = ()) -> None:
+    def __init__(self, timeout_s: float, modules: Sequence[str] = (), on_wait: OnWait = lambda: None) -> None:
         """Start it and wait until it can fork. It imports `modules` besides torch; none of them may start a thread."""
         self.modules = frozenset(modules)
         self._channel, theirs = make_pair()
@@ -251,7 +252,7 @@ class ForkServerProcess:
             self._process = _spawn(theirs, modules)
         with contextlib.ExitStack() as undo:
             undo.callback(self.close, force=True)
-            self._wait_ready(timeout_s)
+            self._wait_ready(timeout_s, on_wait)
             undo.pop_all()
 
     @property
@@ -292,11 +293,14 @@ class ForkServerProcess:
             if self._process.stdout is not None:
                 self._process.stdout.close()
 
-    def _wait_ready(self, timeout_s: float) -> None:
+    def _wait_ready(self, timeout_s: float, on_wait: OnWait) -> None:
+        deadline = time.monotonic() + timeout_s
         poller = select.poll()
         poller.register(self._channel, select.POLLIN)
-        if not _interrupts.poll(poller, min(timeout_s, _LONGEST_POLL_S) * 1000):
-            raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout_s")
+        while not _interrupts.poll(poller, max(0.0, min(deadline - time.monotonic(), REFRESH_S)) * 1000):
+            if time.monotonic() >= deadline:
+                raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout_s")
+            on_wait()
         message = self.receive()
         if not isinstance(message, ForkServerReady):
             raise WorkerStartFailed(f"the fork server exited before it was ready. It printed:\n{self._read_output()}")
@@ -346,17 +350,20 @@ _idle: ForkServerProcess | None = None
 _inherited: ForkServerProcess | None = None
 
 
-def borrow_fork_server(timeout_s: float, modules: Sequence[str] = ()) -> ForkServerProcess:
+def borrow_fork_server(
+    timeout_s: float, modules: Sequence[str] = (), on_wait: OnWait = lambda: None
+) -> ForkServerProcess:
     """Return the idle fork server, or a new one. Give it back with `return_fork_server`, or close it.
 
-    It has imported `modules` besides torch; their cost is then paid once, not in every worker.
+    It has imported `modules` besides torch; their cost is then paid once, not in every worker. Meanwhile `on_wait` is
+    called now and then.
     """
     _check_platform()
     server = _take_idle()
     if server is not None and not (server.is_alive and server.modules.issuperset(modules)):
         server.close()
         server = None
-    return server or ForkServerProcess(timeout_s, modules)
+    return server or ForkServerProcess(timeout_s, modules, on_wait)
 
 
 def return_fork_server(server: ForkServerProcess) -> None:

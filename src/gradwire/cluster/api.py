@@ -747,13 +747,13 @@ class Cluster:
 
         Raises:
             ConfigurationError: A package is missing, or the port cannot be used.
-            WorkerLost: The cluster was closed.
+            NotInitialized: The cluster is closed.
         """
         from gradwire.dashboard.web_server import Dashboard
 
         with self._lock:
             if self._is_closed:
-                raise WorkerLost("this cluster was closed, so there is nothing to show")
+                raise NotInitialized("this cluster is closed; start another one")
             current = self._dashboard
             if current is None or current.is_closed:
                 current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)

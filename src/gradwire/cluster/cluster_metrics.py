@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import msgspec
 from msgspec import Meta
 
+from gradwire.config import check_port
 from gradwire.errors import ConfigurationError
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.futures import InterruptibleFuture
@@ -87,6 +88,9 @@ class ClusterMetrics:
         start_measuring(agent)
         self._ask()  # what the workers do is counted from now on
 
+    def __repr__(self) -> str:
+        return f"<ClusterMetrics of {self._agent.info.name} and {len(self._members())} workers>"
+
     def _ask(self) -> dict[str, WorkerNumbers]:
         names = [member.name for member in self._members() if member.is_running]
         return self._agent.ask_all(names, METRICS, (), _ANSWER_S, WorkerNumbers)
@@ -139,6 +143,7 @@ class ClusterMetrics:
             ConfigurationError: A port is in use, or prometheus_client is not installed there; other workers may serve.
             WorkerLost: A worker was lost meanwhile.
         """
+        check_port(port)
         members = [member for member in self._members() if member.is_running]
         if port and port + max((member.rank for member in members), default=0) > 65_535:
             raise ConfigurationError(f"port {port} is too high for the ranks of the workers; the last one is 65535")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gradwire import _interrupts
-from gradwire._progress_bar import REFRESH_S
+from gradwire._progress_bar import REFRESH_S, DelayedBar
 from gradwire.cluster._control import (
     AdoptFolder,
     FolderMade,
@@ -73,17 +73,17 @@ def start_local(
     """Start everything, or nothing; closing the stack ends all of it at once."""
     check_no_other()
     deadline = time.monotonic() + options.start_timeout_s
-    with _interrupts.installed(), contextlib.ExitStack() as resources:
+    *infos, driver = options.infos()
+    with _interrupts.installed(), start_bar(len(infos)) as bar, contextlib.ExitStack() as resources:
         last = resources.enter_context(contextlib.ExitStack())  # what ends after everything else
-        launcher = LocalLauncher(options.start_timeout_s)
+        launcher = LocalLauncher(options.start_timeout_s, bar)
         resources.callback(launcher.close)
         members = [
             WorkerAddress(info, _ANY_INCARNATION, _HOST, (f"unix://{launcher.folder / info.name}.sock",))
-            for info in options.infos()
+            for info in (*infos, driver)
         ]
         directory = StaticDirectory(members)
         directory.complete()
-        *infos, driver = options.infos()
         config = options.worker_config()
         agent = start_worker(driver, config, directory, folder=launcher.folder)
         resources.callback(set_current_agent, None)
@@ -98,8 +98,10 @@ def start_local(
 
 
 class LocalLauncher(Launcher):
-    def __init__(self, timeout_s: float = 60.0) -> None:
-        self._fork_server = borrow_fork_server(timeout_s)
+    def __init__(self, timeout_s: float = 60.0, bar: DelayedBar | None = None) -> None:
+        """Have a fork server. `bar` shows that wait, and the first `start`."""
+        self._first_bar = bar
+        self._fork_server = borrow_fork_server(timeout_s, on_wait=self._show_import)
         self._owner_pid = os.getpid()
         self._renewal = threading.Lock()  # held while another fork server is started
         self._lock = threading.Lock()  # guards _is_closed, _workers, and which fork server and supervisor are used
@@ -107,6 +109,10 @@ class LocalLauncher(Launcher):
         self._workers: list[LocalWorker] = []
         self.folder = self._make_folder()  # removed when the launcher is closed or the driver dies
         self._supervisor = Supervisor(self._fork_server)
+
+    def _show_import(self) -> None:
+        if self._first_bar is not None:
+            self._first_bar.update(0, None, "importing torch")
 
     def __repr__(self) -> str:
         state = "closed" if self._is_closed else f"fork server pid={self._fork_server.pid}"
@@ -130,7 +136,8 @@ class LocalLauncher(Launcher):
 
         with contextlib.ExitStack() as undo:
             undo.callback(lambda: self._end(workers, grace_s=0))
-            bar = undo.enter_context(start_bar(len(specs)))
+            bar, self._first_bar = self._first_bar or start_bar(len(specs)), None
+            undo.enter_context(bar)
             try:
                 for spec in specs:
                     workers.append(self._fork(spec, on_lost))

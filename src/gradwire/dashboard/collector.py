@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradwire.autograd.context import EXTENSION as AUTOGRAD
-from gradwire.dashboard.problems import Problems
+from gradwire.dashboard.problems import Problems, describe_failure
 from gradwire.dashboard.steps import Steps
 from gradwire.dashboard.worker_report import REPORT, Reporter, WorkerReport
 from gradwire.errors import GradwireError
@@ -164,8 +164,7 @@ class Collector:
     def _add_failures(self, events: Iterable[Event], now: float) -> None:
         for event in events:
             if event.outcome not in ("ok", ""):
-                to = f" with {event.peer}" if event.peer else ""
-                self._problems.add(event.worker, event.kind, clean(f"{event.name}{to}: {event.outcome}"), now)
+                self._problems.add(event.worker, event.kind, clean(describe_failure(event)), now)
 
     def _add_losses(self, rows: Sequence[Row], now: float) -> None:
         for row in rows:

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from gradwire.observe.events import Event
+
 _MOST = 100
 _MOST_CHARS = 2_000
+
+
+def describe_failure(event: Event) -> str:
+    """Return what the page shows after the kind of an event."""
+    if event.kind == "connection":
+        return f"to {event.peer} lost" + (f": {event.outcome}" if event.outcome != "ConnectionLost" else "")
+    peer = f" {'on' if event.kind == 'call' else 'for'} {event.peer}" if event.peer else ""
+    return f"{event.name}{peer} failed: {event.outcome}"
 
 
 class Problems:

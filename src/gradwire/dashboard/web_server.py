@@ -28,6 +28,7 @@ from urllib.parse import parse_qs
 
 import msgspec
 
+from gradwire.config import check_port
 from gradwire.dashboard.access import Access, is_same_site
 from gradwire.dashboard.collector import Collector, Row, State
 from gradwire.dashboard.stacks import explain_failure, find_stacks
@@ -203,6 +204,7 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _listen(port: int) -> socket.socket:
+    check_port(port)
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -425,7 +427,7 @@ class Guard:
         headers = _headers_of(scope)
         hosts = [value for name, value in scope["headers"] if name == b"host"]
         if len(hosts) != 1 or not is_loopback_host(headers.get("host", "")):
-            return _refusal(421, "This page is served to this machine alone: open it as 127.0.0.1 or localhost.")
+            return _refusal(421, "This page is only available on this machine: open it as 127.0.0.1 or localhost.")
         if scope["method"] not in ("GET", "HEAD"):
             return _refusal(405, "This page can only be read.")
         if scope["path"] == "/" and _token_of(scope) is not None:
@@ -452,7 +454,7 @@ class Guard:
                 return RedirectResponse("/", 303)  # the same browser again
             return _refusal(
                 403,
-                "This link was used before, or is not one of this cluster. Run `gradwire dashboard`, or print "
+                "This link has already been used, or belongs to another cluster. Run `gradwire dashboard`, or print "
                 "cluster.dashboard().url in your program for another.",
             )
         answer = RedirectResponse("/", 303)

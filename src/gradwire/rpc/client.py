@@ -374,7 +374,7 @@ class Client:
             else:
                 future.set_result(call.value)
         except Exception:
-            _log.exception("%s: a callback of %r failed", self._agent.info.name, call)
+            _log.exception("a callback of %r failed", call)
         finally:
             call.value = call.future = None  # the future holds the value, and must not hold itself
             self.completing.discard(call)

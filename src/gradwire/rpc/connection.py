@@ -509,9 +509,10 @@ class Connection:
         elif goodbye is not None and goodbye != "shutdown":
             reason, is_cut = f"it closed the connection: {goodbye}", self.peer is not None
             if self.peer is None:
-                _log.info("%s: %s closed a connection: %s", agent.info.name, name, goodbye)
+                _log.info("%s closed a connection: %s", name, goodbye)
         else:
-            reason = "it has shut down" if goodbye else "its connection ended without a goodbye: it died or was killed"
+            ended = "connection closed unexpectedly (the process died or was killed)"
+            reason = "it has shut down" if goodbye else ended
             is_cut = False
             # A worker that dies loses both lanes; one that abandons a reply loses only the other.
             if self.lane == "control" and self._is_welcome:

@@ -254,7 +254,7 @@ class Reactor:
         try:
             handler()
         except BaseException:  # callbacks of users run here; a service thread outlives them
-            _log.exception("%s: a handler failed; please report this", self.name)
+            _log.exception("a handler failed; please report this")
 
     def close(self) -> None:
         """Stop all threads, waiting briefly for those that run user code. Idempotent."""
@@ -352,14 +352,14 @@ class _Clock:
             for reader in readers:
                 is_any_stuck = reader.take_over_if_stuck(now - _TICK_S) or is_any_stuck
         except Exception:
-            _log.exception("%s: handing over a connection failed; please report this", self._reactor.name)
+            _log.exception("handing over a connection failed; please report this")
         return is_any_stuck
 
     def _sweep(self, now: float) -> float:
         try:
             return self._reactor.sweep(now)
         except Exception:
-            _log.exception("%s: the deadline sweep failed; please report this", self._reactor.name)
+            _log.exception("the deadline sweep failed; please report this")
             return now + 1.0
 
     def close(self) -> None:

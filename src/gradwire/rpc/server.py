@@ -227,7 +227,7 @@ class Server:
         try:
             self._accept_all(listener)
         except ResourceExhausted as error:
-            _log.warning("%s: %s", self.agent.info.name, error)
+            _log.warning("%s", error)
             self._paused[listener] = time.monotonic() + _PAUSE_S
             self.agent.reactor.expect(self._paused[listener])
         else:
@@ -326,14 +326,20 @@ class Server:
             for item in running
         ]
         if self.slots.is_serving:
-            reason = f"all {self.slots.limit} threads are busy, with {', '.join(busy[:_MOST_NAMED]) or 'other calls'}"
+            are = "function is" if len(busy) == 1 else "functions are"
+            names = (
+                ", ".join([*busy[:_MOST_NAMED], *(["..."] if len(busy) > _MOST_NAMED else [])]) or "none has started"
+            )
+            reason = f"{len(busy)} {are} running (num_worker_threads={self.slots.limit}): {names}"
             advice = "pass a larger num_worker_threads, or see `gradwire top`"
         else:
             reason, advice = "this worker does not serve calls yet", "it has to call gradwire.rpc.start_serving()"
-        what = f"{oldest.function or 'a function'}, called by {oldest.source.info.name}"
-        text = "%s: %s, has been queued for %.0f s (calls in the queue: %d): %s; %s"
+        # The name of a function that travels by value is not known before its call is decoded.
+        caller = oldest.source.info.name
+        what = f"{oldest.function}, called by {caller}," if oldest.function else f"a call from {caller}"
+        text = "%s has been queued for %.0f s (calls in the queue: %d): %s; %s"
         # In another thread: writing a line may take long, and the clock must not wait.
-        args = (self.agent.info.name, clean(what), now - oldest.arrived, num_queued, clean(reason), advice)
+        args = (clean(what), now - oldest.arrived, num_queued, clean(reason), advice)
         self.agent.reactor.run_soon(partial(_log.warning, text, *args))
 
     def _has_worked(self) -> bool:

@@ -42,7 +42,11 @@ class _Gauge(NamedTuple):
 
 _GAUGES = (
     _Gauge("gradwire_resident_memory_bytes", "Resident memory of the worker's process.", lambda found: found.rss_bytes),
-    _Gauge("gradwire_calls_running", "Calls that run on the worker, or wait there.", lambda found: found.num_running),
+    _Gauge(
+        "gradwire_calls_running",
+        "Calls being executed by the worker, including those waiting for other calls.",
+        lambda found: found.num_running,
+    ),
     _Gauge("gradwire_calls_queued", "Calls that wait for a free thread of the worker.", lambda found: found.num_queued),
     _Gauge("gradwire_contexts", "Autograd contexts that the worker takes part in.", lambda found: found.num_contexts),
     _Gauge("gradwire_backward_running", "Backward passes in progress on the worker.", lambda found: found.num_passes),
@@ -100,7 +104,7 @@ class MetricsCollector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily
 
         scraped = list(self._scrape())
-        build = InfoMetricFamily("gradwire_build", "Versions of this process.")
+        build = InfoMetricFamily("gradwire_build", "Versions of gradwire, torch and Python.")
         versions = {"version": GRADWIRE_VERSION, "torch": str(torch.__version__), "python": platform.python_version()}
         build.add_metric([], versions)
         yield build

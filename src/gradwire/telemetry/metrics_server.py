@@ -11,6 +11,7 @@ from socketserver import ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+from gradwire.config import check_port
 from gradwire.errors import ConfigurationError, NotInitialized
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import current_agent
@@ -33,6 +34,7 @@ class MetricsServer:
     """
 
     def __init__(self, collector: MetricsCollector, host: str, port: int) -> None:
+        check_port(port)
         prometheus = import_prometheus()
         registry = prometheus.CollectorRegistry(auto_describe=False)
         registry.register(collector)
@@ -42,7 +44,7 @@ class MetricsServer:
         kind = _Server6 if ":" in host else _Server
         try:
             self._server = make_server(host, port, app, kind, _Handler)
-        except (OSError, OverflowError) as error:
+        except OSError as error:
             raise ConfigurationError(f"cannot serve metrics at {host} port {port}: {error}") from error
         serve = partial(self._server.serve_forever, _POLL_S)
         self._thread = threading.Thread(target=serve, name="gradwire-metrics-http", daemon=True)

@@ -395,6 +395,10 @@ def test_after_the_end(cluster: Cluster) -> None:
         cluster.workers[0].call(tasks.add, 1)
     with pytest.raises(NotInitialized):
         rpc.rpc_sync("worker0", tasks.add, (1,))
+    with pytest.raises(NotInitialized, match="this cluster is closed"):
+        cluster.dashboard()
+    with pytest.raises(NotInitialized), cluster.trace("run.json"):
+        pass
 
 
 def test_leaving_the_block_waits_for_calls_under_way() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ import pytest
 
 from cluster import tasks
 from cluster.processes import is_there
+from gradwire import _progress_bar
+from gradwire.cluster import _forkserver
 from gradwire.cluster._control import ForkWorker, SendSignal
 from gradwire.cluster._forkserver import (
     ForkServerProcess,
@@ -235,6 +238,25 @@ def test_a_fork_server_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(WorkerStartFailed, match="did not import torch in time"):
         LocalLauncher(0.0)
     assert [thread.name for thread in threading.enumerate() if thread.name.startswith("gradwire-")] == []
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_the_import_of_torch_is_part_of_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = _Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(_progress_bar, "_DELAY_S", 0.0)
+    monkeypatch.setattr(_forkserver, "REFRESH_S", 0.01)
+    close_idle_fork_server()
+    with pytest.raises(WorkerStartFailed, match="did not import torch in time"):
+        Cluster.local(2, start_timeout_s=0.1)
+    shown = terminal.getvalue()
+    assert "starting 2 workers (importing torch)" in shown
+    assert shown.endswith("\x1b[?25h"), "the bar has ended, and the cursor is shown again"
 
 
 def test_there_may_be_no_limit_to_the_time_of_a_start() -> None:

@@ -57,7 +57,7 @@ def test_messages_are_kept_in_the_order_in_which_they_were_made() -> None:
     assert set(context._send_functions()) == {1, 3}
     assert set(context._recv_functions()) == {2}
     assert context._known_worker_ids() == {4, 5}
-    assert repr(context) == "<DistAutogradContext 77: 2 sends, 1 recvs, 0 passes under way>"
+    assert repr(context) == "<DistAutogradContext 77: 2 sends, 1 recv, 0 passes in progress>"
 
 
 def test_functions_of_sends_and_recvs_are_those_of_the_graph() -> None:

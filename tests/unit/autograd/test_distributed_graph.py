@@ -195,6 +195,22 @@ def test_roots_that_are_none(trio: list[Agent], roots: Any) -> None:
         ctx.graph(roots)
 
 
+def test_a_root_that_is_not_a_tensor_is_named(trio: list[Agent]) -> None:
+    wrong: Any = 3
+    with gw.autograd.context() as ctx:
+        for function in (ctx.graph, ctx.backward):
+            with pytest.raises(TypeError, match="roots must be a tensor or a sequence of tensors, not int"):
+                function(wrong)
+
+
+@pytest.mark.parametrize("wrong", [-1, 1.5, True, None])
+def test_a_number_of_messages_that_is_not_one_is_refused(wrong: Any) -> None:
+    graph = DistributedGraph(7, ())
+    for draw in (graph.to_dot, graph.to_mermaid, graph.to_svg):
+        with pytest.raises(ConfigurationError, match=f"a whole number, 0 or more, not {wrong}"):
+            draw(wrong)
+
+
 @pytest.mark.parametrize("timeout", [0, -1, "soon"])
 def test_timeout_that_is_none(trio: list[Agent], timeout: Any) -> None:
     with gw.autograd.context() as ctx, pytest.raises(ConfigurationError, match="positive number of seconds"):

@@ -27,9 +27,9 @@ def test_context_at_rest(trio: list[Agent]) -> None:
         assert isinstance(explanation, Explanation)
         assert [line.strip() for line in str(explanation).splitlines()] == [
             f"context {int(ctx)}:",
-            "a: 1 sends, 1 recvs, gradients of 0 leaves, no passes under way",
-            "b: 2 sends, 2 recvs, gradients of 0 leaves, no passes under way",
-            "c: 1 sends, 1 recvs, gradients of 0 leaves, no passes under way",
+            "a: 1 send, 1 recv, gradients of 0 leaves, 0 passes in progress",
+            "b: 2 sends, 2 recvs, gradients of 0 leaves, 0 passes in progress",
+            "c: 1 send, 1 recv, gradients of 0 leaves, 0 passes in progress",
         ]
         found = json.loads(explanation.as_json())
         assert found["context_id"] == ctx
@@ -66,10 +66,11 @@ def test_pass_under_way(trio: list[Agent], is_gated: bool) -> None:
         thread.join(20)
         assert x in ctx.gradients()
     text = str(explanation)
+    assert "1 pass in progress" in text
     assert "(smart, begun by a): running" in text
     assert "a waits for b: send 0x" in text
     assert "held_layer (test_explanation.py:" in text
-    assert "b computes (1 runs of the local engine)" in text
+    assert "b computes (1 run of the local engine)" in text
     assert ("a run of the local engine is blocked on it" in text) == is_gated
     (first, second) = json.loads(explanation.as_json())["workers"]
     (mine,), (theirs,) = first["passes"], second["passes"]
@@ -97,7 +98,7 @@ def test_shortcut_that_was_taken(trio: list[Agent]) -> None:
         thread.join(20)
         assert x in ctx.gradients()
     assert "b waits for c: send 0x" in text
-    assert "on worker b to a, which passed it on to c untouched" in text
+    assert "on worker b to a, which forwarded it unchanged to c" in text
     assert {(item.waits_for, item.is_result) for item in graph.messages if item.waits_for} == {
         ("b", False),
         ("c", True),
@@ -121,7 +122,7 @@ def test_shortcut_that_was_not_taken(trio: list[Agent]) -> None:
         assert x in ctx.gradients()
     assert not is_taken
     assert "b waits for a: send 0x" in text
-    assert re.search(r"a passed send 0x\w+ on to c untouched, so it waits for the answer of c", text)
+    assert re.search(r"a forwarded send 0x\w+ unchanged to c and waits for its reply", text)
 
 
 def test_worker_that_is_gone(trio: list[Agent]) -> None:
@@ -131,7 +132,7 @@ def test_worker_that_is_gone(trio: list[Agent]) -> None:
         trio[1].close()
         text = str(ctx.explain())
         assert "b does not answer" in text
-        assert "a: 1 sends" in text
+        assert "a: 1 send," in text
 
 
 def test_worker_without_the_context(trio: list[Agent]) -> None:

@@ -148,10 +148,10 @@ def test_pass_without_progress_is_logged_once(
         opener.start()
         ctx.backward(loss, timeout=20.0)
         opener.join()
-    (text,) = [record.getMessage() for record in caplog.records if "no progress" in record.getMessage()]
-    assert text.startswith(
-        f"a: the backward pass of context {int(ctx)} has made no progress for 0 s: no gradient has arrived"
-    )
+    (record,) = [record for record in caplog.records if "no progress" in record.getMessage()]
+    text = record.getMessage()
+    assert text.startswith("the backward pass has made no progress for 0 s: no gradient has arrived")
+    assert (record.worker, record.context_id) == ("a", int(ctx))  # type: ignore[attr-defined]
     assert "held_layer" in text
     assert "still computing: b" in text
 

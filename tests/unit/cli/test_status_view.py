@@ -23,7 +23,10 @@ def test_a_cluster_is_found_by_name_beginning_or_pid(wanted: str, found: str) ->
 
 @pytest.mark.parametrize(
     ("wanted", "text"),
-    [("train", "open clusters: train-12, train-123"), ("other", "open clusters: train-12, train-123, eval-7")],
+    [
+        ("train", "'train' matches train-12 and train-123; name one of them"),
+        ("other", "no cluster matches 'other'; open clusters: train-12, train-123, eval-7"),
+    ],
 )
 def test_a_name_that_fits_none_or_several_is_an_error_that_shows_them(
     wanted: str, text: str, capsys: pytest.CaptureFixture[str]

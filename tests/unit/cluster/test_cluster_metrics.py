@@ -29,6 +29,7 @@ def test_metrics_of_all_workers(make_agents: MakeAgents) -> None:
     for agent in (b, c):
         serve_numbers(agent, "a")
     metrics = metrics_of(a, "b", "c", "lost")
+    assert repr(metrics) == "<ClusterMetrics of a and 3 workers>"
     a.call("b", max, (1, 2))
     b.call("c", min, (1, 2))
     text = metrics.render().decode()
@@ -50,6 +51,10 @@ def test_a_port_that_is_in_use_is_an_error_of_that_worker(make_agents: MakeAgent
     metrics = metrics_of(a, "b")
     with metrics.serve() as server, pytest.raises(ConfigurationError, match="cannot serve metrics"):
         metrics.serve_workers(server.port)
+    wrong: Any
+    for wrong in (-5, "x", True):
+        with pytest.raises(ConfigurationError, match="port must be a whole number"):
+            metrics.serve_workers(wrong)
     with pytest.raises(ConfigurationError, match="port 65535 is too high"):
         metrics_of(a, "b", "b2").serve_workers(65_535)
 

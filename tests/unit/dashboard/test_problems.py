@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from gradwire.dashboard.problems import Problems
+import pytest
+
+from gradwire.dashboard.problems import Problems, describe_failure
+from gradwire.observe.events import Event
 
 
 def test_the_same_problem_counts_and_moves_to_the_front() -> None:
@@ -23,3 +26,17 @@ def test_number_and_length_are_bounded() -> None:
     assert len(found) == 100
     assert max(len(item["text"]) for item in found) == 2000
     assert found[0]["text"].startswith("999:")
+
+
+@pytest.mark.parametrize(
+    ("event", "text"),
+    [
+        (Event("connection", "end", "a", 0, 0, peer="b", outcome="ConnectionLost"), "connection to b lost"),
+        (Event("connection", "end", "a", 0, 0, peer="b", outcome="DecodeError"), "connection to b lost: DecodeError"),
+        (Event("call", "m:f", "a", 0, 0, peer="b", outcome="WorkerLost"), "call m:f on b failed: WorkerLost"),
+        (Event("run", "m:f", "b", 0, 0, peer="a", outcome="ValueError"), "run m:f for a failed: ValueError"),
+        (Event("backward", "smart", "a", 0, 0, outcome="BackwardFailed"), "backward smart failed: BackwardFailed"),
+    ],
+)
+def test_failures_are_described_for_people(event: Event, text: str) -> None:
+    assert f"{event.kind} {describe_failure(event)}" == text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import threading
 
 import pytest
@@ -240,10 +241,27 @@ def test_a_call_that_is_queued_for_long_is_logged_once_with_its_reason(
     for call in (running, *queued):
         call.wait()
     (text,) = _messages(caplog, "queued")
-    assert text.startswith("b: builtins:max, called by a, has been queued for 0 s (calls in the queue: 2): ")
-    assert "all 1 threads are busy, with " in text
-    assert "_compute_until_told of a (" in text
+    assert text.startswith("builtins:max, called by a, has been queued for 0 s (calls in the queue: 2): ")
+    assert re.search(r": 1 function is running \(num_worker_threads=1\): \S*_compute_until_told of a \(\d+ s\); ", text)
     assert text.endswith("; pass a larger num_worker_threads, or see `gradwire top`")
+
+
+def test_a_queued_function_that_travels_by_value_is_called_a_call(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server, "LONG_WAIT_S", 0.2)
+    _go_on.clear()
+    a, b = make_agents(2, num_worker_threads=1)
+    running = a.submit("b", _compute_until_told)
+    wait_until(lambda: b.server.slots.num_running == 1, 10.0, "the first call")
+    queued = a.submit("b", lambda: 3)
+    try:
+        wait_until(lambda: _messages(caplog, "queued"), 20.0, "the line in the log")
+    finally:
+        _go_on.set()
+    running.wait()
+    assert queued.wait() == 3
+    assert _messages(caplog, "queued")[0].startswith("a call from a has been queued for 0 s (calls in the queue: 1): ")
 
 
 def test_a_call_to_a_worker_that_does_not_serve_yet_is_logged(

@@ -10,6 +10,7 @@ import socket
 import sys
 import urllib.request
 import warnings
+from typing import Any
 
 import pytest
 
@@ -32,6 +33,10 @@ def test_a_worker_serves_its_metrics_until_it_is_closed(make_agents: MakeAgents)
         assert 'gradwire_calls_total{function="builtins:max",outcome="ok",worker="a"} 1.0' in text
         with pytest.raises(ConfigurationError, match=rf"cannot serve metrics at 127\.0\.0\.1 port {server.port}"):
             telemetry.serve_metrics(server.port)
+        wrong: Any
+        for wrong in (-5, 70_000, "x", True):
+            with pytest.raises(ConfigurationError, match="port must be a whole number"):
+                telemetry.serve_metrics(wrong)
         a.close()
         with pytest.raises(ConnectionRefusedError):
             http.client.HTTPConnection("127.0.0.1", server.port, timeout=5).connect()

@@ -63,7 +63,7 @@ export class Graph {
     }));
     const links = graph.links.map(([source, target]) => ({ data: { id: `l:${source}:${target}`, source, target }, classes: "link" }));
     const shape = JSON.stringify([workers.map((item) => item.data.id), nodes.map((item) => item.data.parent), graph.messages.map((item) => [item.source, item.target]), graph.links]);
-    this.container.setAttribute("aria-label", `Distributed graph: ${graph.num_messages} messages between ${graph.workers.map((item) => item.name).join(", ")}`);
+    this.container.setAttribute("aria-label", `Distributed graph: ${graph.num_messages} ${graph.num_messages === 1 ? "message" : "messages"} between ${graph.workers.map((item) => item.name).join(", ")}`);
     if (shape === this.shape) {
       this.update([...workers, ...nodes], messages);
       return;
