@@ -9,7 +9,7 @@ the main thread, innermost frame first:
 - neither: the program's own code is running, and the interrupt is raised.
 
 So gradwire code ignores Ctrl-C at no cost, as long as it waits with the functions of this module. A second Ctrl-C while one
-is deferred is raised at once. (If it arrives together with a retry, the system makes one signal of both, and it takes a third.)
+is deferred is raised at once, unless it arrives together with a retry: the system makes one signal of both.
 
 The handler is installed only if Python's default handler is in place. If a program has its own, `KeyboardInterrupt` can
 occur anywhere, and the only guarantee is that a connection with a partly sent frame is closed. If the program's handler
