@@ -101,18 +101,21 @@ _subscriptions: tuple[_Subscription, ...] = ()
 _thread = _Thread()
 
 
-def _forget_thread() -> None:
+def _after_fork() -> None:
+    """Forget the subscribers of the parent: locks that they take may be held by threads that are not here."""
+    global sink, _lock, _subscriptions
     _thread.number = 0
+    sink, _lock, _subscriptions = None, threading.Lock(), ()
 
 
-os.register_at_fork(after_in_child=_forget_thread)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def subscribe(callback: Subscriber) -> Callable[[], None]:
     """Call a function with every event of the workers in this process, until the returned function is called.
 
     It is called in the thread in which the event ended, often one that must not wait: it should only store the event. If it
-    raises, that is logged, and it is not called again.
+    raises, that is logged, and it is not called again. A process that is forked from this one has no subscribers.
     """
 
     subscription = _Subscription(callback)  # the same callback may be subscribed twice

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -55,6 +58,28 @@ def test_subscriber_that_raises_is_not_called_again(told: list[Event], caplog: p
     assert len(calls) == 1
     assert len(told) == 2
     assert len([record for record in caplog.records if "is not called again" in record.message]) == 1
+
+
+def test_forked_process_has_no_subscribers(told: list[Event]) -> None:
+    """Another thread may hold the lock of a subscriber, or that of `subscribe`, and does not exist in the child."""
+    lock = threading.Lock()
+
+    def store(event: Event) -> None:
+        with lock:
+            told.append(event)
+
+    unsubscribe = observe.subscribe(store)
+    with lock, events._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends the child if it hangs
+            events.tell_now("call", "f", "a")
+            is_silent = events.sink is None and not told
+            observe.subscribe(told.append)
+            events.tell_now("call", "g", "a")
+            os._exit(0 if is_silent and [event.name for event in told] == ["g"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    unsubscribe()
 
 
 def test_span_tells_its_outcome(told: list[Event]) -> None:
