@@ -191,22 +191,46 @@ def tell(
 class Span:
     """Tells of the block that it is the context of, with its outcome; for places where a few calls more do not matter.
 
+    Args:
+        worker: Returns the name of the worker. Like `details`, it is called only if the block is observed.
+        details: Returns further values when the block begins.
+
     Attributes:
         num_bytes: To be set inside the block.
-        details: To be set inside the block.
     """
 
-    __slots__ = ("_context_id", "_fields", "_start_ns", "details", "num_bytes")
+    __slots__ = (
+        "_context_id",
+        "_details",
+        "_fields",
+        "_get_details",
+        "_get_worker",
+        "_start_ns",
+        "_worker",
+        "num_bytes",
+    )
 
-    def __init__(self, kind: str, name: str, worker: str, context_id: int = 0) -> None:
-        self._fields = kind, name, worker
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        worker: Callable[[], str],
+        context_id: int = 0,
+        details: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self._fields = kind, name
+        self._get_worker = worker
+        self._get_details = details
         self._context_id = context_id
         self._start_ns = 0
         self.num_bytes = 0
-        self.details: dict[str, Any] | None = None
+        self._worker = ""
+        self._details: dict[str, Any] | None = None
 
     def __enter__(self) -> Span:
         if sink is not None:
+            self._worker = self._get_worker()
+            self._details = None if self._get_details is None else self._get_details()
             self._start_ns = time.monotonic_ns()
         return self
 
@@ -214,11 +238,12 @@ class Span:
         if self._start_ns:
             tell(
                 *self._fields,
+                self._worker,
                 self._start_ns,
                 context_id=self._context_id,
                 num_bytes=self.num_bytes,
                 outcome="ok" if kind is None else kind.__name__,
-                details=self.details,
+                details=self._details,
             )
 
 

@@ -84,14 +84,24 @@ def test_forked_process_has_no_subscribers(told: list[Event]) -> None:
 
 def test_span_tells_its_outcome(told: list[Event]) -> None:
     before = time.monotonic_ns()
-    with events.Span("checkpoint", "save", "a") as span:
+    with events.Span("checkpoint", "save", lambda: "a", details=lambda: {"path": "p"}) as span:
         span.num_bytes = 12
-    with pytest.raises(KeyError), events.Span("checkpoint", "load", "a", 3):
+    with pytest.raises(KeyError), events.Span("checkpoint", "load", lambda: "a", 3):
         raise KeyError
     first, second = told
-    assert (first.kind, first.outcome, first.num_bytes) == ("checkpoint", "ok", 12)
+    assert (first.kind, first.worker, first.outcome, first.num_bytes) == ("checkpoint", "a", "ok", 12)
+    assert first.details == {"path": "p"}
     assert (second.outcome, second.context_id) == ("KeyError", 3)
     assert before <= first.start_ns <= first.end_ns <= second.start_ns
+
+
+def test_span_that_is_not_observed_asks_for_nothing() -> None:
+    asked = []
+    with events.Span(
+        "checkpoint", "save", lambda: asked.append("worker") or "", 0, lambda: asked.append("details") or {}
+    ):  # type: ignore[func-returns-value]
+        pass
+    assert asked == []
 
 
 def test_messages_have_ids_of_their_own() -> None:
