@@ -159,7 +159,7 @@ class Client:
         began_ns = time.monotonic_ns() if events.sink is not None else 0
         try:
             function_name, packed = agent.codec.pack_call(function, args, kwargs, name, shares_main)
-        except BaseException as error:
+        except Exception as error:
             if began_ns:
                 tell_not_packed(agent, name, describe_function(function), began_ns, error)
             raise
