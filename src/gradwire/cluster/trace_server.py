@@ -170,8 +170,9 @@ class TraceServer:
         with self._lock:
             if number == self._ended or self._agent.is_closed:
                 raise ConfigurationError(f"trace {number} has ended on worker {self._agent.info.name}")
-            self._forget()  # a trace that the driver has given up
-            self._recording, self._number = Recording(self._agent.info.name, max_events, has_profile), number
+            if self._recording is None or self._number != number:  # else it was asked twice, because it has just joined
+                self._forget()  # a trace that the driver has given up
+                self._recording, self._number = Recording(self._agent.info.name, max_events, has_profile), number
         return Started(os.getpid(), socket.gethostname()[:256])
 
     def _forget(self) -> None:

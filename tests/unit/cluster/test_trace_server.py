@@ -144,6 +144,16 @@ def test_worker_that_joins_records_and_does_not_delay_other_callbacks(agents: li
     assert found == {"a": None, "b": None, "c": None}
 
 
+def test_worker_that_is_asked_twice_keeps_its_events(agents: list[Agent], tmp_path: Path) -> None:
+    """It joined while the trace began: it is among the workers, and an event tells of it."""
+    members = Members(["b"])
+    with make_trace(agents, tmp_path / "run.json", members) as trace:
+        agents[0].call("b", abs, (-1,))
+        members.join("b")
+    assert "run abs" in (tmp_path / "run.json").read_text()
+    assert [(item.name, item.problem) for item in trace.workers] == [("a", None), ("b", None)]
+
+
 def test_worker_that_closes_stops_recording(make_agents: MakeAgents) -> None:
     driver, worker = make_agents(2)
     serve_traces(worker, "a")
