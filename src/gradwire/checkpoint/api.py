@@ -147,8 +147,7 @@ def save(
         CheckpointError: A worker died or did not answer; the previous checkpoint is intact.
     """
     place, group = Directory(directory), group_of(state, process_group)
-    with events.Span("checkpoint", "save", worker_name()) as span:
-        span.details = {"path": str(place.path)}
+    with events.Span("checkpoint", "save", worker_name, details=lambda: {"path": str(place.path)}) as span:
         summary = _summarize(place.path, save_into(place, state, progress, timeout, group))
         span.num_bytes = summary.num_bytes
     return summary
@@ -195,8 +194,7 @@ def load(
     group = group_of(wanted, process_group)
     for tensor in find_sharded(wanted):
         tensor._backend.settle()  # operations that still read it end first
-    with events.Span("checkpoint", "load", worker_name()) as span:
-        span.details = {"path": str(place.path)}
+    with events.Span("checkpoint", "load", worker_name, details=lambda: {"path": str(place.path)}):
         return load_from(place, wanted, strict, progress, timeout, group)
 
 

@@ -180,7 +180,7 @@ def write(
     check_file_name(name, generation)
     # An optimizer locks itself, then its parameters: read its state before the parameters are locked.
     parts = [replace(part, state=state_of(part)) if isinstance(part.value, LocalOptimizer) else part for part in parts]
-    with events.Span("checkpoint", "write", worker) as span, place.open_announced(generation, worker) as folder:
+    with events.Span("checkpoint", "write", lambda: worker) as span, place.open_announced(generation, worker) as folder:
         with snapshots.standing_still(parameters_of(parts)):
             reports = _encode(parts, tensors, claim)
             span.num_bytes = tensors.num_bytes
@@ -221,7 +221,7 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
     saved = [(part, item.state, item.metadata) for part, item in zip(parts, order.parts, strict=True)]
     try:
         with (
-            events.Span("checkpoint", "fill", worker_name()),
+            events.Span("checkpoint", "fill", worker_name),
             _open(place) as folder,
             TensorReader(folder, order.tensors) as reader,
         ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import secrets
 import socket
 import threading
 import time
@@ -37,7 +38,7 @@ from gradwire.observe.clock import ClockMap, ClockOffset, ClockSample, estimate_
 from gradwire.observe.events import Event
 from gradwire.observe.log import get_logger
 from gradwire.observe.perfetto_trace import load_protos, write_archive, write_perfetto_trace
-from gradwire.observe.recorder import decode_events
+from gradwire.observe.recorder import PIECE_EVENTS, decode_events
 from gradwire.observe.timeline import WorkerEvents
 from gradwire.rpc.pending_calls import PendingCall
 from gradwire.versions import GRADWIRE_VERSION
@@ -58,8 +59,11 @@ _START_S = 60.0  # importing and starting torch.profiler takes seconds
 _STOP_S = 120.0
 _ASK_S = 10.0
 _CLOSE_S = 10.0
+_END_S = 5.0
+_SLICE_S = 0.05  # a thread that waits for another one checks for Ctrl-C so often
 _MAX_AT_ONCE = 16
 _MAX_REASON_CHARS = 200
+_JOIN_THREAD = "gradwire-driver-trace"
 
 _log = get_logger(__name__)
 _numbers = itertools.count(1)
@@ -113,13 +117,16 @@ class Trace:
         check_count("max_events", max_events, MAX_EVENTS)
         self._settings = max_events, bool(profile)
         self.workers: tuple[WorkerTrace, ...] = ()
-        self._number = next(_numbers)
+        self._number = 0
+        self._recording: Recording | None = None
+        self._leave: Callable[[], None] | None = None
         self._lock = threading.Lock()  # guards the fields below
+        self._is_over = True  # no worker is asked to record any more
+        self._asked: list[str] = []  # to record, and not yet to end that
+        self._joining: list[threading.Thread] = []  # ask workers that joined
         self._started: dict[str, Started] = {}
         self._offsets: dict[str, list[ClockOffset]] = {}
         self._problems: dict[str, str] = {}
-        self._recording: Recording | None = None
-        self._leave: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
         state = "recording" if self._recording is not None else "written" if self.workers else "not started"
@@ -127,17 +134,27 @@ class Trace:
 
     def __enter__(self) -> Trace:
         with _lock:
-            other = _active.setdefault(id(self._agent), self)
-        if other is not self:
+            other = _active.get(id(self._agent))
+            if other is None:
+                _active[id(self._agent)] = self
+        if other is not None:
             names = ", ".join(map(str, other.paths))
             raise ConfigurationError(f"a trace of this cluster is being recorded already, to {names}; end it first")
         with contextlib.ExitStack() as undo:
             undo.callback(self._close)
+            self._reset()
             self._recording = Recording(self._agent.info.name, *self._settings)
             self._leave = self._on_membership(self._on_change)
             self._start_on(list(self._members()))
             undo.pop_all()
         return self
+
+    def _reset(self) -> None:
+        self._number, self.workers = next(_numbers), ()
+        with self._lock:
+            self._is_over = False
+            for field in (self._asked, self._joining, self._started, self._offsets, self._problems):
+                field.clear()
 
     def __exit__(self, *_: object) -> None:
         try:
@@ -146,32 +163,61 @@ class Trace:
             self._close()
 
     def _close(self) -> None:
+        """Stop recording, here and on every worker that was asked to, whatever has happened before."""
+        with contextlib.ExitStack() as steps:  # runs in reverse order, each step even if an earlier one raises
+            steps.callback(self._forget)
+            steps.callback(self._close_recording)
+            steps.callback(self._end_on_workers)
+            self._end_joining()
+
+    def _forget(self) -> None:
+        with _lock:
+            if _active.get(id(self._agent)) is self:
+                del _active[id(self._agent)]
+
+    def _close_recording(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.close()
+
+    def _end_joining(self) -> None:
+        """Ask no further worker to record."""
         if self._leave is not None:
             self._leave()
-        if self._recording is not None:
-            self._recording.close()
-            self._recording = None
-        with _lock:
-            _active.pop(id(self._agent), None)
+        with self._lock:
+            self._is_over = True
+
+    def _end_on_workers(self) -> None:
+        with self._lock:
+            names = list(self._asked)
+        self._agent.ask_all(names, END, (self._number,), _END_S, None)
+        with self._lock:
+            self._asked.clear()
 
     # -- the beginning ---------------------------------------------------------------------------------------------------
 
     def _start_on(self, names: Sequence[str]) -> None:
+        with self._lock:  # first: whatever happens from here on, they are asked to end it
+            self._asked += [name for name in names if name not in self._asked]
         args = (self._number, *self._settings)
         started = self._ask_each(names, START, lambda _: args, _START_S, Started)
-        offsets = _at_once(self._measure, list(started))
         with self._lock:
             self._started.update(started)
-            for name, offset in offsets.items():
-                self._offsets.setdefault(name, []).append(offset)
+        self._measure_each(list(started))
 
     def _on_change(self, event: MembershipEvent) -> None:
         """Record on workers that join while the trace is under way."""
         name = event.worker.name
         if event.kind in ("joined", "restarted"):
+            # A thread of its own: callbacks of the program must not wait until a profiler has started.
+            thread = threading.Thread(target=self._start_on, args=([name],), name=_JOIN_THREAD, daemon=True)
             with self._lock:
+                if self._is_over:
+                    return
+                self._asked.append(name)  # here: the trace may end before that thread has begun
                 self._offsets.pop(name, None)
-            self._start_on([name])
+                self._joining = [*filter(threading.Thread.is_alive, self._joining), thread]
+                thread.start()
         elif event.kind in ("lost", "left"):
             self._note_problem(name, f"it {event.kind}: {event.reason or 'no reason given'}")
 
@@ -179,11 +225,16 @@ class Trace:
         with self._lock:
             self._problems.setdefault(name, clean(str(text))[:_MAX_REASON_CHARS])
 
+    def _measure_each(self, names: Sequence[str]) -> None:
+        for name, offset in _at_once(self._measure, names).items():
+            with self._lock:
+                self._offsets.setdefault(name, []).append(offset)
+
     def _measure(self, name: str) -> ClockOffset:
         """Ask a worker for its clock, several times."""
         samples = []
-        for _ in range(_NUM_SAMPLES):
-            with contextlib.suppress(GradwireError, TimeoutError):
+        with contextlib.suppress(GradwireError, TimeoutError):  # one that is late once is not asked again
+            for _ in range(_NUM_SAMPLES):
                 samples.append(self._ask_clock(name))
         if not samples:
             raise TimeoutError("it did not answer when it was asked for its clock")
@@ -227,17 +278,19 @@ class Trace:
 
     def _finish(self) -> None:
         """Collect what was recorded, and write the files."""
+        self._end_joining()
+        self._wait_for_joining()
         with self._lock:
             known = dict(self._started)
-        for name, offset in _at_once(self._measure, [name for name in known if name not in self._problems]).items():
-            self._offsets.setdefault(name, []).append(offset)
+            measured = [name for name in known if name not in self._problems]
+        self._measure_each(measured)
         recorded = self._ask_each(known, STOP, lambda _: (self._number,), _STOP_S, Recorded)
         parts = [self._own_part()]
         for name, found in recorded.items():
             events = self._collect(name, found)
             if events is not None:
                 parts.append(self._part(name, known[name], found, events))
-        self._ask_each(recorded, END, lambda _: (self._number,), _ASK_S, None)
+        self._end_on_workers()
         parts.sort(key=lambda part: (part.worker != self._agent.info.name, part.rank))  # the driver comes first
         self._write(parts)
         self.workers = tuple(self._summaries(parts))
@@ -248,30 +301,53 @@ class Trace:
                 text = "the trace lacks the first %d events of worker %s, which had no room; raise max_events"
                 _log.warning(text, item.num_dropped, item.name)
 
+    def _wait_for_joining(self) -> None:
+        """Wait for workers that are about to record; it has a bound, because one that hangs must not delay the files."""
+        deadline = time.monotonic() + _ASK_S
+        with self._lock:
+            threads = list(self._joining)
+        for thread in threads:
+            while thread.is_alive() and time.monotonic() < deadline:
+                thread.join(_SLICE_S)
+                _interrupts.deliver()
+        with self._lock:
+            late = [name for name in self._asked if name not in self._started]
+        for name in late:
+            self._note_problem(name, "it had not begun to record when the trace ended")
+
     def _own_part(self) -> WorkerEvents:
-        recording, self._recording = self._recording, None
-        assert recording is not None
-        pieces, found = recording.stop()
+        assert self._recording is not None
+        pieces, found = self._recording.stop()
         events = [event for piece in pieces for event in decode_events(piece, self._agent.info.name)]
         return self._part(self._agent.info.name, Started(os.getpid(), socket.gethostname()), found, events)
 
     def _part(self, name: str, where: Started, found: Recorded, events: Sequence[Event]) -> WorkerEvents:
+        if found.problem:
+            self._note_problem(name, found.problem)
+        with self._lock:
+            offsets = list(self._offsets.get(name, ()))
         return WorkerEvents(
             worker=name,
             rank=self._agent.directory.find(name).info.id,
             pid=where.pid,
             host=clean(where.host),
             events=events,
-            clock=ClockMap(self._offsets.get(name, ())),
+            clock=ClockMap(offsets),
             thread_names={number: clean(text) for number, text in found.threads},
             num_dropped=found.num_dropped,
         )
 
     def _collect(self, name: str, found: Recorded) -> list[Event] | None:
         """Return the events of a worker; None if it did not hand all of them over."""
+        max_pieces = 2 * self._settings[0] // PIECE_EVENTS + 2  # events and operators, each with a last piece
+        if found.num_pieces > max_pieces:
+            self._note_problem(
+                name, f"it has {found.num_pieces} pieces of events; {max_pieces} are the most it may have"
+            )
+            return None
         events: list[Event] = []
         piece = Annotated[bytes, msgspec.Meta(max_length=MAX_PIECE_BYTES)]
-        for index in range(min(found.num_pieces, 2 * self._settings[0])):
+        for index in range(found.num_pieces):
             try:
                 data = self._agent.ask(name, PIECE, (self._number, index), _ASK_S, piece).wait()
                 events += decode_events(data, name)
@@ -281,6 +357,8 @@ class Trace:
         return events
 
     def _summaries(self, parts: Sequence[WorkerEvents]) -> Iterable[WorkerTrace]:
+        with self._lock:
+            problems = dict(self._problems)
         for part in parts:
             best = part.clock.best
             yield WorkerTrace(
@@ -289,10 +367,10 @@ class Trace:
                 part.num_dropped,
                 best.offset_ns,
                 best.error_ns,
-                self._problems.get(part.worker),
+                problems.get(part.worker),
             )
         there = {part.worker for part in parts}
-        for name, problem in self._problems.items():
+        for name, problem in problems.items():
             if name not in there:
                 yield WorkerTrace(name, 0, 0, 0, 0, problem)
 
@@ -383,9 +461,10 @@ def _check_paths(paths: Sequence[PathLike]) -> tuple[Path, ...]:
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """Open a file that takes the place of the one at that path when all of it is written."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    unfinished = path.with_name(f".{path.name}.{secrets.token_hex(8)}.unfinished")
+    file = open(unfinished, "xb")  # noqa: SIM115  # follows no link that another user has put there
     try:
-        with open(unfinished, "wb") as file:
+        with file:
             yield file
         os.replace(unfinished, path)
     finally:

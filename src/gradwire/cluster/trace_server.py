@@ -4,7 +4,7 @@
             -- trace.start(number, ...) ---------->            begins to record
             -- trace.stop(number) ---------------->            how many pieces there are
             -- trace.piece(number, index) -------->            one of them
-            -- trace.end(number) ----------------->            forgets them
+            -- trace.end(number) ----------------->            forgets them; a trace that was given up ends so, too
 
 These are control operations: a worker serves them even if all of its threads are busy. Only the driver may ask for them.
 """
@@ -52,7 +52,7 @@ _Name = Annotated[str, Meta(max_length=256)]
 class Started(msgspec.Struct, frozen=True, array_like=True):
     """The answer to `START`: where the worker runs."""
 
-    pid: Number
+    pid: Annotated[int, Meta(ge=0, le=2**31 - 1)]
     host: _Name
 
 
@@ -62,6 +62,7 @@ class Recorded(msgspec.Struct, frozen=True, array_like=True):
     num_pieces: Annotated[int, Meta(ge=0, le=MAX_EVENTS)]
     num_dropped: Number
     threads: Annotated[list[tuple[Number, _Name]], Meta(max_length=_MAX_THREADS)]
+    problem: _Name = ""  # why operators are missing
 
 
 class Recording:
@@ -91,22 +92,30 @@ class Recording:
 
     def stop(self) -> tuple[list[bytes], Recorded]:
         """Stop recording; return the events in pieces, and a description of them."""
-        _interrupts.sleep(_SETTLE_S)
-        events = self._recorder.stop()
-        num_dropped = self._recorder.num_dropped
-        if self._profile is not None:
-            operators, num_left_out = self._profile.stop(self._worker, self._max_events)
-            events += operators
-            num_dropped += num_left_out
-        threads = sorted(thread_names().items())[:_MAX_THREADS]
+        problem = ""
+        try:
+            _interrupts.sleep(_SETTLE_S)
+            events = self._recorder.stop()
+            num_dropped = self._recorder.num_dropped
+            if self._profile is not None:
+                try:
+                    operators, num_left_out = self._profile.stop(self._worker, self._max_events)
+                except ConfigurationError as error:
+                    problem = str(error)[:256]
+                else:
+                    events += operators
+                    num_dropped += num_left_out
+        finally:
+            self.close()
+        threads = [(number, name[:256]) for number, name in sorted(thread_names().items())[:_MAX_THREADS]]
         pieces = list(encode_events(events))
-        return pieces, Recorded(len(pieces), num_dropped, [(number, name[:256]) for number, name in threads])
+        return pieces, Recorded(len(pieces), num_dropped, threads, problem)
 
     def close(self) -> None:
-        """Stop recording, and forget what was recorded."""
+        """Stop recording. Idempotent."""
         self._recorder.stop()
         if self._profile is not None:
-            self._profile.stop(self._worker, 1)
+            self._profile.close()
 
 
 class TraceServer:
@@ -117,6 +126,7 @@ class TraceServer:
         self._driver = driver
         self._lock = threading.Lock()  # guards the fields below
         self._number = 0  # of the trace that they belong to
+        self._ended = 0  # the number of the trace that ended last; a late request must not start it again
         self._recording: Recording | None = None
         self._pieces: list[bytes] = []
 
@@ -127,6 +137,7 @@ class TraceServer:
         server.register_control(STOP, self._on_stop, Number)
         server.register_control(PIECE, self._on_piece, Number, Number)
         server.register_control(END, self._on_end, Number)
+        self._agent.before_close.append(self.close)
 
     def _check(self, source: WorkerInfo) -> None:
         if source.name != self._driver:
@@ -141,7 +152,7 @@ class TraceServer:
         return self._later(partial(self._start, number, max_events, has_profile))
 
     def _later(self, action: Callable[[], Any]) -> InterruptibleFuture[Any]:
-        """Act in another thread, because this one reads; return a future of the answer."""
+        """Act in another thread, because this one reads, and starting a profiler takes long; return a future."""
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
 
         def act() -> None:
@@ -150,18 +161,24 @@ class TraceServer:
             except Exception as error:
                 answer.set_exception(error)
             else:
-                answer.set_result(msgspec.to_builtins(value))
+                answer.set_result(msgspec.to_builtins(value, builtin_types=(bytes,)))
 
         self._agent.reactor.run_soon(act)
         return answer
 
     def _start(self, number: int, max_events: int, has_profile: bool) -> Started:
         with self._lock:
-            if self._recording is not None:  # of a trace that the driver has given up
-                self._recording.close()
-            self._recording, self._pieces = None, []
-            self._recording, self._number = Recording(self._agent.info.name, max_events, has_profile), number
+            if number == self._ended or self._agent.is_closed:
+                raise ConfigurationError(f"trace {number} has ended on worker {self._agent.info.name}")
+            if self._recording is None or self._number != number:  # else it was asked twice, because it has just joined
+                self._forget()  # a trace that the driver has given up
+                self._recording, self._number = Recording(self._agent.info.name, max_events, has_profile), number
         return Started(os.getpid(), socket.gethostname()[:256])
+
+    def _forget(self) -> None:
+        recording, self._recording, self._pieces = self._recording, None, []
+        if recording is not None:
+            recording.close()
 
     def _on_stop(self, source: WorkerInfo, number: int) -> Any:
         self._check(source)
@@ -175,16 +192,30 @@ class TraceServer:
             self._pieces, recorded = recording.stop()
         return recorded
 
-    def _on_piece(self, source: WorkerInfo, number: int, index: int) -> bytes:
+    def _on_piece(self, source: WorkerInfo, number: int, index: int) -> Any:
         self._check(source)
-        if self._number != number or index >= len(self._pieces):
-            raise ConfigurationError(f"worker {self._agent.info.name} has no piece {index} of trace {number}")
-        return self._pieces[index]
+        return self._later(partial(self._piece, number, index))
 
-    def _on_end(self, source: WorkerInfo, number: int) -> None:
+    def _piece(self, number: int, index: int) -> bytes:
+        with self._lock:
+            if self._number != number or index >= len(self._pieces):
+                raise ConfigurationError(f"worker {self._agent.info.name} has no piece {index} of trace {number}")
+            return self._pieces[index]
+
+    def _on_end(self, source: WorkerInfo, number: int) -> Any:
         self._check(source)
-        if self._number == number:
-            self._pieces = []
+        return self._later(partial(self._end, number))
+
+    def _end(self, number: int) -> None:
+        with self._lock:
+            self._ended = number
+            if self._number == number:
+                self._forget()
+
+    def close(self) -> None:
+        """Stop recording, because the worker ends. Idempotent."""
+        with self._lock:
+            self._forget()
 
 
 def serve_traces(agent: Agent, driver: str) -> None:

@@ -70,6 +70,8 @@ def notes_of(item: Slice) -> dict[str, Any]:
         found["bytes"] = event.num_bytes
     if event.outcome != "ok":
         found["outcome"] = event.outcome
+    if item.end_ns == item.start_ns and event.end_ns > event.start_ns:
+        found["duration_ns"] = event.end_ns - event.start_ns  # there was no row to draw it on
     for key, value in (event.details or {}).items():
         found[key] = str(value) if isinstance(value, int) and abs(value) >> 53 else value
     return found

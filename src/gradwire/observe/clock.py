@@ -43,6 +43,9 @@ class ClockOffset:
 
 NO_OFFSET = ClockOffset(0, 0, 0)
 
+_MAX_DRIFT = 0.1
+_MAX_NS = 2**63 - 1  # files have room for no more
+
 
 def estimate_offset(samples: Sequence[ClockSample], *, is_same_machine: bool = False) -> ClockOffset:
     """Return the offset of a clock, from at least one sample.
@@ -63,21 +66,21 @@ class ClockMap:
     """Converts times of another clock, whose offset was measured once or more often, to times of this one.
 
     A difference between the first and the last offset that is more than their errors is a drift, and is spread evenly over
-    the time between them.
+    the time between them. One of more than a tenth of that time is not: a clock was set, or a worker sent a wrong one.
     """
 
     def __init__(self, offsets: Sequence[ClockOffset]) -> None:
         first, last = (offsets[0], offsets[-1]) if offsets else (NO_OFFSET, NO_OFFSET)
         self.best = min((first, last), key=lambda offset: offset.error_ns)
         drift_ns = last.offset_ns - first.offset_ns
-        has_drift = last.at_ns > first.at_ns and abs(drift_ns) > first.error_ns + last.error_ns
-        self._first = first if has_drift else self.best
         passed_ns = last.at_ns - first.at_ns
+        has_drift = first.error_ns + last.error_ns < abs(drift_ns) <= _MAX_DRIFT * passed_ns
+        self._first = first if has_drift else self.best
         self._rate = passed_ns / (passed_ns + drift_ns) if has_drift else 1.0
 
     def to_here(self, there_ns: int) -> int:
-        """Return the time of the clock here."""
+        """Return the time of the clock here; it is from 0 to 2**63 - 1."""
         passed_ns = there_ns - self._first.at_ns - self._first.offset_ns
         if self._rate != 1.0:
             passed_ns = round(passed_ns * self._rate)
-        return self._first.at_ns + passed_ns
+        return min(max(0, self._first.at_ns + passed_ns), _MAX_NS)

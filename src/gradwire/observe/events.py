@@ -101,18 +101,21 @@ _subscriptions: tuple[_Subscription, ...] = ()
 _thread = _Thread()
 
 
-def _forget_thread() -> None:
+def _after_fork() -> None:
+    """Forget the subscribers of the parent: locks that they take may be held by threads that are not here."""
+    global sink, _lock, _subscriptions
     _thread.number = 0
+    sink, _lock, _subscriptions = None, threading.Lock(), ()
 
 
-os.register_at_fork(after_in_child=_forget_thread)
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def subscribe(callback: Subscriber) -> Callable[[], None]:
     """Call a function with every event of the workers in this process, until the returned function is called.
 
     It is called in the thread in which the event ended, often one that must not wait: it should only store the event. If it
-    raises, that is logged, and it is not called again.
+    raises, that is logged, and it is not called again. A process that is forked from this one has no subscribers.
     """
 
     subscription = _Subscription(callback)  # the same callback may be subscribed twice
@@ -193,22 +196,46 @@ def tell(
 class Span:
     """Tells of the block that it is the context of, with its outcome; for places where a few calls more do not matter.
 
+    Args:
+        worker: Returns the name of the worker. Like `details`, it is called only if the block is observed.
+        details: Returns further values when the block begins.
+
     Attributes:
         num_bytes: To be set inside the block.
-        details: To be set inside the block.
     """
 
-    __slots__ = ("_context_id", "_fields", "_start_ns", "details", "num_bytes")
+    __slots__ = (
+        "_context_id",
+        "_details",
+        "_fields",
+        "_get_details",
+        "_get_worker",
+        "_start_ns",
+        "_worker",
+        "num_bytes",
+    )
 
-    def __init__(self, kind: str, name: str, worker: str, context_id: int = 0) -> None:
-        self._fields = kind, name, worker
+    def __init__(
+        self,
+        kind: str,
+        name: str,
+        worker: Callable[[], str],
+        context_id: int = 0,
+        details: Callable[[], dict[str, Any]] | None = None,
+    ) -> None:
+        self._fields = kind, name
+        self._get_worker = worker
+        self._get_details = details
         self._context_id = context_id
         self._start_ns = 0
         self.num_bytes = 0
-        self.details: dict[str, Any] | None = None
+        self._worker = ""
+        self._details: dict[str, Any] | None = None
 
     def __enter__(self) -> Span:
         if sink is not None:
+            self._worker = self._get_worker()
+            self._details = None if self._get_details is None else self._get_details()
             self._start_ns = time.monotonic_ns()
         return self
 
@@ -216,11 +243,12 @@ class Span:
         if self._start_ns:
             tell(
                 *self._fields,
+                self._worker,
                 self._start_ns,
                 context_id=self._context_id,
                 num_bytes=self.num_bytes,
                 outcome="ok" if kind is None else kind.__name__,
-                details=self.details,
+                details=self._details,
             )
 
 

@@ -47,6 +47,7 @@ class OperatorProfile:
         self._profile = profiler.profile(
             activities=profiler.supported_activities(), experimental_config=profile_all_threads()
         )
+        self._is_on = False
 
     def start(self) -> None:
         """Begin to record."""
@@ -60,15 +61,30 @@ class OperatorProfile:
             raise ConfigurationError(
                 f"torch.profiler cannot be started in this process; it may be active already: {error}"
             ) from error
+        self._is_on = True
+
+    def close(self) -> None:
+        """Stop recording, and forget what was recorded. Idempotent."""
+        if self._is_on:
+            self._is_on = False
+            self._profile.stop()
 
     def stop(self, worker: str, max_events: int) -> tuple[list[Event], int]:
-        """Stop recording; return the last operators as events of that worker, and the number of those left out."""
-        self._profile.stop()
+        """Stop recording; return the last operators as events of that worker, and the number of those left out.
+
+        Raises:
+            ConfigurationError: There are too many to read.
+        """
+        self.close()
         with tempfile.TemporaryDirectory(prefix="gradwire-profile-") as folder:
             path = Path(folder, "profile.json")
             self._profile.export_chrome_trace(str(path))
-            if path.stat().st_size > _MAX_FILE_BYTES:
-                return [], 1
+            num_bytes = path.stat().st_size
+            if num_bytes > _MAX_FILE_BYTES:
+                raise ConfigurationError(
+                    f"all operators of torch are missing: their profile has {num_bytes:,} bytes, and at most "
+                    f"{_MAX_FILE_BYTES:,} can be read; record a shorter time"
+                )
             found = msgspec.json.decode(path.read_bytes(), type=_File)
         to_monotonic_ns = found.baseTimeNanoseconds + time.monotonic_ns() - time.time_ns()
         events = [

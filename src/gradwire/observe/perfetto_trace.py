@@ -26,7 +26,7 @@ TRACE = "cluster.pftrace"
 MANIFEST = "perfetto_manifest.json"
 
 _REALTIME, _MONOTONIC, _BOOTTIME = 1, 3, 6  # Perfetto's numbers of clocks
-_UUID_STEP = 1 << 20  # tracks of one worker have numbers of their own
+_UUID_STEP = 1 << 32  # tracks of one worker have numbers of their own; it has fewer
 _SEQUENCE = 1
 _INT64_MAX = 2**63 - 1
 

@@ -20,7 +20,8 @@ _MAX_DETAILS = 16
 _MAX_FLOWS = 1024  # of one event: a message of a pass can answer many of the forward pass
 
 _Text = Annotated[str, msgspec.Meta(max_length=_TEXT_CHARS)]
-_Uint = Annotated[int, msgspec.Meta(ge=0)]
+_Uint = Annotated[int, msgspec.Meta(ge=0)]  # at most 2**64 - 1: the format has no larger ones
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # files have room for no more
 _Flows = Annotated[tuple[_Uint, ...], msgspec.Meta(max_length=_MAX_FLOWS)]
 _Details = Annotated[dict[_Text, str | int | float | bool], msgspec.Meta(max_length=_MAX_DETAILS)]
 
@@ -63,14 +64,14 @@ class _SentEvent(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
     kind: _Text
     name: _Text
-    start_ns: _Uint
-    end_ns: _Uint
-    thread: _Uint
+    start_ns: _Number
+    end_ns: _Number
+    thread: _Number
     peer: _Text
     context_id: _Uint
     flow_out: _Flows
     flow_in: _Flows
-    num_bytes: _Uint
+    num_bytes: _Number
     outcome: _Text
     details: _Details | None
 

@@ -1,11 +1,12 @@
 """The events of all workers on tracks of one time line, for the files that show it. Pure.
 
 A thread is a track: what happens in it is nested as its calls are. What belongs to no thread (calls that are not waited for,
-requests in a queue, passes of other workers) is on tracks of its own, as many as overlap.
+requests in a queue, passes of other workers) is on tracks of its own, as many as overlap, up to a bound.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,10 @@ OPERATOR = "operator"
 
 _GROUPS = {"call": "calls", "queue": "queue", "backward": "backward passes"}
 _FUNCTION_KINDS = ("call", "queue", "run", "serialize", "deserialize", "wire")
+
+# Rows that a viewer can show, and a bound on the work. Further events are instants on one more row.
+_MAX_LANES = 1000
+_MAX_NESTED_LANES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +56,10 @@ class Slice:
     event: Event
     start_ns: int
     end_ns: int
+
+    def as_instant(self) -> Slice:
+        """Return its beginning alone, which overlaps nothing."""
+        return Slice(self.event, self.start_ns, self.start_ns)
 
     @property
     def title(self) -> str:
@@ -95,15 +104,19 @@ def tracks_of(part: WorkerEvents) -> list[Track]:
 def _nest(slices: Iterable[Slice]) -> list[list[Slice]]:
     """Return slices as nested in one lane; those that overlap the end of another one go to further lanes."""
     lanes: list[tuple[list[Slice], list[int]]] = []
+    rest: list[Slice] = []
     for item in sorted(slices, key=_outer_first):
         fitting = next((lane for lane in lanes if _fits(item, lane[1])), None)
         if fitting is None:
+            if len(lanes) == _MAX_NESTED_LANES:
+                rest.append(item.as_instant())
+                continue
             fitting = [], []
             lanes.append(fitting)
         lane, ends = fitting
         lane.append(item)
         ends.append(item.end_ns)
-    return [lane for lane, _ in lanes]
+    return [lane for lane, _ in lanes] + ([rest] if rest else [])
 
 
 def _fits(item: Slice, ends: list[int]) -> bool:
@@ -116,13 +129,23 @@ def _fits(item: Slice, ends: list[int]) -> bool:
 def _spread(slices: Iterable[Slice]) -> list[list[Slice]]:
     """Return slices in as few lanes as they need if none may overlap in a lane."""
     lanes: list[list[Slice]] = []
+    rest: list[Slice] = []
+    busy: list[tuple[int, int]] = []  # the ends of lanes and their numbers, as a heap
+    free: list[int] = []  # the numbers of the others, as a heap
     for item in sorted(slices, key=_outer_first):
-        lane = next((lane for lane in lanes if lane[-1].end_ns <= item.start_ns), None)
-        if lane is None:
-            lanes.append([item])
+        while busy and busy[0][0] <= item.start_ns:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if free:
+            number = heapq.heappop(free)
+        elif len(lanes) < _MAX_LANES:
+            number = len(lanes)
+            lanes.append([])
         else:
-            lane.append(item)
-    return lanes
+            rest.append(item.as_instant())
+            continue
+        lanes[number].append(item)
+        heapq.heappush(busy, (item.end_ns, number))
+    return lanes + ([rest] if rest else [])
 
 
 def _outer_first(item: Slice) -> tuple[int, int]:

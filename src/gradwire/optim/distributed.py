@@ -214,9 +214,12 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _step(self, context_id: Contexts, *, timeout: float = UNSET_RPC_TIMEOUT) -> None:
         contexts = check_contexts(context_id)
         with events.Span(
-            "optimizer_step", self._optimizer_class.__name__, current_engine().worker, contexts[0]
-        ) as span:
-            span.details = {"role": "asks", "num_owners": len(self._owners)}
+            "optimizer_step",
+            self._optimizer_class.__name__,
+            lambda: current_engine().worker,
+            contexts[0],
+            lambda: {"role": "asks", "num_owners": len(self._owners)},
+        ):
             self._step_owners(contexts, timeout)
 
     def _step_owners(self, contexts: tuple[int, ...], timeout: float) -> None:

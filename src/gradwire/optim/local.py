@@ -207,8 +207,13 @@ class LocalOptimizer:
             if not edits and not self._is_torchs:  # the class may change them; edited ones are copies already
                 table = {leaf: gradient.clone() for leaf, gradient in table.items()}
             name = type(self._optimizer).__name__
-            with events.Span("optimizer_step", name, current_engine().worker, context_ids[0]) as span:
-                span.details = {"role": "owner", "num_parameters": len(table)}
+            with events.Span(
+                "optimizer_step",
+                name,
+                lambda: current_engine().worker,
+                context_ids[0],
+                lambda: {"role": "owner", "num_parameters": len(table)},
+            ):
                 self._step(table, context_ids)
             self._memory.add(step_id, len(table))
             return len(table)

@@ -26,24 +26,30 @@ class CallTrace:
 
     Args:
         began_ns: When its arguments began to be packed.
-        packed_ns: When they were packed.
     """
 
     __slots__ = ("_agent", "_began_ns", "_call", "_context_id", "_num_bytes", "_send_ns", "_thread")
 
-    def __init__(self, agent: Agent, call: PendingCall, message: Call, began_ns: int, packed_ns: int) -> None:
+    def __init__(self, agent: Agent, call: PendingCall, began_ns: int) -> None:
         self._agent = agent
         self._call = call
         self._began_ns = began_ns
-        self._context_id = context_id_in(message.notes)
-        self._num_bytes = message.body_bytes
+        self._context_id = 0
+        self._num_bytes = 0
+        self._send_ns = 0
         is_waited_for = call.future is None and call.on_done is None  # by the thread that makes it
         self._thread = thread_id() if is_waited_for else 0
+
+    def tell_packed(self, message: Call, packed_ns: int) -> None:
+        """Tell that the arguments were packed at that time; the message has all of its notes."""
+        call = self._call
+        self._context_id = context_id_in(message.notes)
+        self._num_bytes = message.body_bytes
         tell(
             "serialize",
             call.function,
-            agent.info.name,
-            began_ns,
+            self._agent.info.name,
+            self._began_ns,
             end_ns=packed_ns,
             peer=call.worker,
             context_id=self._context_id,
@@ -95,6 +101,11 @@ class CallTrace:
             outcome="ok" if error is None else type(error).__name__,
             details={"call_id": call.call_id},
         )
+
+
+def tell_not_packed(agent: Agent, to: str, function: str, began_ns: int, error: BaseException) -> None:
+    """Tell of a call that was not made, because its arguments cannot be sent."""
+    tell("call", function, agent.info.name, began_ns, peer=to, outcome=type(error).__name__)
 
 
 def tell_arrived(request: Request, message: Call, start_ns: int) -> None:

@@ -24,7 +24,7 @@ from gradwire import _interrupts
 from gradwire.errors import CallCancelled, ConnectionClosed, ConnectionLost, DecodeError, NotInitialized, RpcTimeout
 from gradwire.observe import events
 from gradwire.observe.log import get_logger
-from gradwire.rpc.call_events import CallTrace
+from gradwire.rpc.call_events import CallTrace, tell_not_packed
 from gradwire.rpc.codec import attach, describe_function
 from gradwire.rpc.connection import Connection, while_waiting
 from gradwire.rpc.futures import CallFuture
@@ -65,7 +65,6 @@ class Client:
         self.loopback = Connection.loopback(agent)
         self.default_timeout_s = agent.config.rpc_timeout_s
         self.num_made = 0
-        self._last_reported = 0  # the call that was last logged because it takes long
         self._next_report = 0.0
         self.completing: set[PendingCall] = set()
 
@@ -158,7 +157,12 @@ class Client:
             connection = self.loopback
         shares_main = self._shares_main(name) if connection is None else connection.shares_main
         began_ns = time.monotonic_ns() if events.sink is not None else 0
-        function_name, packed = agent.codec.pack_call(function, args, kwargs, name, shares_main)
+        try:
+            function_name, packed = agent.codec.pack_call(function, args, kwargs, name, shares_main)
+        except Exception as error:
+            if began_ns:
+                tell_not_packed(agent, name, describe_function(function), began_ns, error)
+            raise
         packed_ns = time.monotonic_ns() if began_ns else 0
         now = time.monotonic()
         deadline = now + timeout_s if timeout_s > 0 else _NEVER
@@ -169,6 +173,8 @@ class Client:
         self.num_made += 1
         message = Call(call.call_id, function_name, timeout_s, packed.codec, len(packed.body))
         transfer, is_sent, trace = packed.transfer, False, None
+        if began_ns:
+            trace = call.trace = CallTrace(agent, call, began_ns)
         if transfer is not None:
             call.transfer_status, transfer.status.call_id = transfer.status, call.call_id
         try:
@@ -180,8 +186,8 @@ class Client:
                     attach(message.notes, interceptor, envelope, packed)
             if notes is not None:
                 message.notes.update(notes)
-            if began_ns:
-                trace = call.trace = CallTrace(agent, call, message, began_ns, packed_ns)
+            if trace is not None:
+                trace.tell_packed(message, packed_ns)
             while not self._send(connection, call, message, packed):
                 connection = self._connect(call)
             is_sent = True
@@ -432,8 +438,8 @@ class Client:
         for call in list(calls.values()):
             if call.started > now - LONG_CALL_S or call.function.startswith("~") or now < self._next_report:
                 return  # the others began later
-            if call.call_id > self._last_reported:
-                self._last_reported, self._next_report = call.call_id, now + _REPORT_INTERVAL_S
+            if not call.is_reported:
+                call.is_reported, self._next_report = True, now + _REPORT_INTERVAL_S
                 text = "%s: the call to %s on worker %s has not been answered for %.0f s; `gradwire top` shows what it does"
                 args = (self._agent.info.name, call.function, call.worker, now - call.started)
                 self._agent.reactor.run_soon(partial(_log.info, text, *args))

@@ -46,6 +46,7 @@ class PendingCall(msgspec.Struct, eq=False):
         is_over: The reply has arrived; callbacks may still have to run.
         is_done: The call has completed, and its callbacks have run.
         is_expiring: The deadline has passed, and the callee was asked for its progress.
+        is_reported: It was logged, because it takes long.
         waiters: Locks used as signals, one for each waiting thread; released when the call is done.
         table: The calls in progress on its connection, including this one until it completes.
         transfer_status: Whether the contents of the call are in transit, if a tracker needs to know.
@@ -63,6 +64,7 @@ class PendingCall(msgspec.Struct, eq=False):
     is_done: bool = False
     is_over: bool = False
     is_expiring: bool = False
+    is_reported: bool = False
     value: Any = None
     error: Exception | None = None
     waiters: list[Any] = []

@@ -10,6 +10,7 @@ import torch
 
 from gradwire import rpc
 from gradwire.errors import GradwireError
+from gradwire.observe import events
 from gradwire.rpc import current_agent
 
 _real_clock = time.monotonic_ns
@@ -28,6 +29,10 @@ def pass_on(value: torch.Tensor) -> torch.Tensor:
 def set_clock_ahead(nanoseconds: int) -> None:
     """Let the clock that events of this process use show another time."""
     time.monotonic_ns = _real_clock if nanoseconds == 0 else lambda: _real_clock() + nanoseconds
+
+
+def is_observed() -> bool:
+    return events.sink is not None
 
 
 def die() -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from gradwire import autograd, checkpoint, observe, rpc
+from gradwire.errors import CannotSend, WorkerLost
 from gradwire.observe import Event, events
 from gradwire.optim import DistributedOptimizer
 from gradwire.rpc import Agent, set_current_agent
@@ -115,6 +116,21 @@ def test_error_is_the_outcome_at_both_ends(agents: list[Agent], told: Told) -> N
     assert told.one("call", "a").outcome == "KeyError"
     assert told.one("run", "b").outcome == "KeyError"
     assert told.one("wire", "b").flow_out == told.one("deserialize", "a").flow_in
+
+
+def test_calls_that_fail_before_they_are_sent(agents: list[Agent], told: Told) -> None:
+    with pytest.raises(CannotSend):
+        rpc.rpc_sync("b", double, args=(threading.Lock(),))
+    call = told.one("call", "a")
+    assert (call.name, call.peer, call.outcome, call.thread) == ("double", "b", "CannotSend", threading.get_native_id())
+    agents[1].close()
+    wait_until(lambda: "b" not in agents[0].peers.by_name or not agents[0].peers.by_name["b"].lanes)
+    told.clear()
+    for _ in range(2):
+        with pytest.raises(WorkerLost):
+            rpc.rpc_sync("b", double, args=(torch.ones(2),))
+    assert [(event.peer, event.outcome) for event in told.of("call", "a")] == [("b", "WorkerLost")] * 2
+    assert told.of("wire", "a") == []
 
 
 def test_calls_that_no_thread_waits_for(agents: list[Agent], told: Told) -> None:
@@ -251,22 +267,22 @@ def test_nothing_is_told_when_no_subscriber_is_left(agents: list[Agent]) -> None
     assert found == []
 
 
-def test_step_that_is_not_observed_takes_few_looks(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_that_is_not_observed_takes_few_checks(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is an attribute and a comparison, 20 ns of a call of 60 us; both ends are counted."""
-    looks = []
+    checks = []
 
     class Counting(types.ModuleType):
         @property
         def sink(self) -> None:
-            looks.append(1)
+            checks.append(1)
 
     def count(action: Callable[[], object]) -> float:
         action()
         monkeypatch.setattr(events, "__class__", Counting)
-        looks.clear()
+        checks.clear()
         for _ in range(10):
             action()
-        found = len(looks) / 10
+        found = len(checks) / 10
         monkeypatch.undo()
         return found
 

@@ -34,8 +34,13 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def leak_check() -> None:
+def leak_check() -> Iterator[None]:
     """Replace the check after each test: the threads of a cluster that all tests share start when they are needed."""
+    yield
+    assert events.sink is None
+    cluster = Cluster.current()
+    for worker in cluster.workers if cluster is not None else ():
+        assert not (worker.is_alive and worker.call(tasks.is_observed)), f"{worker.name} still records"
 
 
 def train() -> None:

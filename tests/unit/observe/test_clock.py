@@ -49,3 +49,14 @@ def test_drift_beyond_the_errors_is_spread_over_the_time_between() -> None:
     for here_ns in (0, 5 * 10**9, 10**10):
         there_ns = here_ns + SKEW_NS + here_ns // 10**4
         assert abs(clock.to_here(there_ns) - here_ns) < 10
+
+
+@pytest.mark.parametrize("change_ns", [-(10**10), 10**18, -(10**18)])
+def test_clock_that_was_set_has_no_drift(change_ns: int) -> None:
+    clock = ClockMap([ClockOffset(0, SKEW_NS, 10), ClockOffset(10**10, SKEW_NS + change_ns, 20)])
+    assert clock.to_here(SKEW_NS + 5) == 5
+
+
+def test_times_are_within_the_range_of_files() -> None:
+    assert ClockMap([ClockOffset(0, 2**62, 0)]).to_here(0) == 0
+    assert ClockMap([ClockOffset(0, -(2**62), 0)]).to_here(2**63 - 1) == 2**63 - 1

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Iterator
 
@@ -57,16 +60,48 @@ def test_subscriber_that_raises_is_not_called_again(told: list[Event], caplog: p
     assert len([record for record in caplog.records if "is not called again" in record.message]) == 1
 
 
+def test_forked_process_has_no_subscribers(told: list[Event]) -> None:
+    """Another thread may hold the lock of a subscriber, or that of `subscribe`, and does not exist in the child."""
+    lock = threading.Lock()
+
+    def store(event: Event) -> None:
+        with lock:
+            told.append(event)
+
+    unsubscribe = observe.subscribe(store)
+    with lock, events._lock:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(10)  # ends the child if it hangs
+            events.tell_now("call", "f", "a")
+            is_silent = events.sink is None and not told
+            observe.subscribe(told.append)
+            events.tell_now("call", "g", "a")
+            os._exit(0 if is_silent and [event.name for event in told] == ["g"] else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    unsubscribe()
+
+
 def test_span_tells_its_outcome(told: list[Event]) -> None:
     before = time.monotonic_ns()
-    with events.Span("checkpoint", "save", "a") as span:
+    with events.Span("checkpoint", "save", lambda: "a", details=lambda: {"path": "p"}) as span:
         span.num_bytes = 12
-    with pytest.raises(KeyError), events.Span("checkpoint", "load", "a", 3):
+    with pytest.raises(KeyError), events.Span("checkpoint", "load", lambda: "a", 3):
         raise KeyError
     first, second = told
-    assert (first.kind, first.outcome, first.num_bytes) == ("checkpoint", "ok", 12)
+    assert (first.kind, first.worker, first.outcome, first.num_bytes) == ("checkpoint", "a", "ok", 12)
+    assert first.details == {"path": "p"}
     assert (second.outcome, second.context_id) == ("KeyError", 3)
     assert before <= first.start_ns <= first.end_ns <= second.start_ns
+
+
+def test_span_that_is_not_observed_asks_for_nothing() -> None:
+    asked = []
+    with events.Span(
+        "checkpoint", "save", lambda: asked.append("worker") or "", 0, lambda: asked.append("details") or {}
+    ):  # type: ignore[func-returns-value]
+        pass
+    assert asked == []
 
 
 def test_messages_have_ids_of_their_own() -> None:

@@ -8,7 +8,9 @@ import time
 import pytest
 import torch
 
+from gradwire._torch import is_profiler_enabled
 from gradwire.errors import ConfigurationError
+from gradwire.observe import operators
 from gradwire.observe.operators import OperatorProfile
 
 
@@ -46,6 +48,17 @@ def test_number_of_operators_is_bounded() -> None:
     events, num_dropped = profile.stop("a", 5)
     assert len(events) == 5
     assert num_dropped >= 15
+
+
+def test_profile_that_is_too_large_says_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operators, "_MAX_FILE_BYTES", 100)
+    profile = OperatorProfile()
+    profile.start()
+    torch.ones(2)
+    with pytest.raises(ConfigurationError, match=r"all operators of torch are missing: .* at most 100 can be read"):
+        profile.stop("a", 5)
+    profile.close()
+    assert not is_profiler_enabled()
 
 
 def test_profiler_of_the_program_is_left_alone() -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
+from gradwire.observe.chrome_trace import notes_of
 from gradwire.observe.clock import ClockMap, ClockOffset
 from gradwire.observe.events import Event
 from gradwire.observe.timeline import Slice, Track, WorkerEvents, tracks_of
@@ -55,6 +58,24 @@ def test_calls_that_no_thread_waits_for_are_side_by_side() -> None:
     tracks = tracks_of(part(*calls, event("queue", 0, 3, 0)))
     assert [track.title for track in tracks] == ["calls", "calls 2", "calls 3", "queue"]
     assert [times(track) for track in tracks[:3]] == [[(0, 10), (10, 20)], [(1, 11), (11, 21)], [(2, 12)]]
+
+
+@pytest.mark.parametrize("thread", [0, 7])
+def test_many_events_that_overlap_take_few_steps(thread: int) -> None:
+    """Comparing each with all lanes would take hours, and a viewer could not show as many rows."""
+    num_events = 200_000
+    tracks = tracks_of(part(*(event("call", start, 10**9 + start, thread) for start in range(num_events))))
+    assert len(tracks) <= 1001
+    assert all(map(are_nested, tracks))
+    found = [item.event for track in tracks for item in track.slices]
+    assert sorted(item.start_ns for item in found) == list(range(num_events)), "none is lost"
+    assert notes_of(tracks[-1].slices[-1])["duration_ns"] == 10**9
+
+
+def test_calls_take_the_first_row_that_is_free() -> None:
+    calls = [event("call", start, end, 0) for start, end in ((0, 30), (1, 5), (2, 4), (6, 7), (7, 8), (7, 9))]
+    tracks = tracks_of(part(*calls))
+    assert [times(track) for track in tracks] == [[(0, 30)], [(1, 5), (6, 7), (7, 9)], [(2, 4), (7, 8)]]
 
 
 def test_operators_are_beside_the_thread_that_runs_them() -> None:

@@ -293,5 +293,25 @@ def test_a_call_that_is_not_answered_for_long_is_logged_as_information(
     assert "_wait_until_told on worker b" in text
 
 
+def test_long_calls_of_all_connections_are_logged(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connections are checked in turn, and the first one has the later call."""
+    monkeypatch.setattr(client, "_REPORT_INTERVAL_S", 0.0)
+    a, _ = make_agents(2)
+    with caplog.at_level(logging.INFO, "gradwire"):
+        _go_on.clear()
+        calls = [a.submit("b", _wait_until_told), a.submit("a", _wait_until_told)]
+        monkeypatch.setattr(client, "LONG_CALL_S", 0.0)
+        try:
+            for name in ("a", "b"):
+                wait_until(lambda name=name: _messages(caplog, f"told on worker {name} has not been"), 20.0, "a line")
+        finally:
+            _go_on.set()
+        for call in calls:
+            call.wait()
+    assert len(_messages(caplog, "has not been answered")) == 2
+
+
 def _wait_until_told() -> bool:
     return _go_on.wait(20.0)
