@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from gradwire.autograd.backward_pass import list_roots
 from gradwire.autograd.context import EXTENSION, DistAutogradContext
 from gradwire.autograd.current_context import current_context, current_context_id, leave
 from gradwire.autograd.distributed_graph import DistributedGraph
@@ -253,6 +252,8 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
         AutogradError: A root is not a tensor that requires grad.
         UnknownContext: The context was released, or this worker does not take part in it.
     """
+    from gradwire.autograd.backward_pass import list_roots  # only a worker needs it
+
     tensors = list_roots(roots)
     if not all(isinstance(item, torch.Tensor) and item.requires_grad for item in tensors):
         raise AutogradError("roots must be tensors that require grad, on the worker that calls graph")
