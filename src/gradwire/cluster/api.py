@@ -105,7 +105,7 @@ class Cluster:
         self._log_level: int | None = None  # of the workers; None if it was never set
         self._timed_traces = TimedTraces(self.trace)
         operations: dict[str, Callable[..., str]] = {
-            "dashboard": lambda: self.dashboard().url,
+            "dashboard": lambda _is_gone: self.dashboard().url,
             "trace": self._timed_traces.record,
         }
         self._status_socket = StatusSocket.open(self.status, self._driver_status, operations)

@@ -13,6 +13,7 @@ import contextlib
 import errno
 import os
 import re
+import select
 import socket
 import stat
 import struct
@@ -186,18 +187,18 @@ class StatusSocket:
         # The client is gone or too slow, or its request is not valid.
         with connection, contextlib.suppress(OSError, msgspec.MsgspecError):
             request = msgspec.json.decode(_read_line(connection, _READ_TIMEOUT_S), type=Request)
-            answer = msgspec.json.encode(self._perform(request))
+            answer = msgspec.json.encode(self._perform(request, lambda: _is_gone(connection)))
             connection.settimeout(_SEND_TIMEOUT_S)
             connection.sendall(answer)
 
-    def _perform(self, request: Request) -> ClusterReport | Answer:
+    def _perform(self, request: Request, is_gone: Callable[[], bool]) -> ClusterReport | Answer:
         try:
             if request.operation == "status":
                 return self._report()
             operation = self._operations.get(request.operation)
             if operation is None:
                 return Answer(error=f"the driver runs gradwire {GRADWIRE_VERSION}, which has no {request.operation!r}")
-            return Answer(operation(**request.options))
+            return Answer(operation(is_gone, **request.options))
         except (GradwireError, OSError) as error:
             return Answer(error=str(error) or type(error).__name__)
         except Exception as error:
@@ -227,6 +228,11 @@ def _leave_all_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _is_gone(connection: socket.socket) -> bool:
+    """Return whether a client that has sent its line, and waits, has closed its end."""
+    return bool(select.select([connection], [], [], 0.0)[0])
 
 
 def _read_line(connection: socket.socket, timeout_s: float) -> bytes:

@@ -53,12 +53,14 @@ PathLike = str | os.PathLike[str]
 DEFAULT_EVENTS = 200_000
 MAX_SECONDS = 86_400.0
 
+_ENDS = {"lost": "was lost", "left": "left"}
 _SUFFIXES = (".zip", ".pftrace", ".json")
 _NUM_SAMPLES = 8
 _START_S = 60.0  # importing and starting torch.profiler takes seconds
 _STOP_S = 120.0
 _ASK_S = 10.0
 _CLOSE_S = 10.0
+_LOOK_S = 0.2  # how often to check whether the command that asked for a trace is gone
 _END_S = 5.0
 _SLICE_S = 0.05  # a thread that waits for another one checks for Ctrl-C so often
 _MAX_AT_ONCE = 16
@@ -218,8 +220,8 @@ class Trace:
                 self._offsets.pop(name, None)
                 self._joining = [*filter(threading.Thread.is_alive, self._joining), thread]
                 thread.start()
-        elif event.kind in ("lost", "left"):
-            self._note_problem(name, f"it {event.kind}: {event.reason or 'no reason given'}")
+        elif event.kind in _ENDS:
+            self._note_problem(name, f"the worker {_ENDS[event.kind]}: {event.reason or 'no reason given'}")
 
     def _note_problem(self, name: str, text: object) -> None:
         with self._lock:
@@ -253,7 +255,7 @@ class Trace:
         sent_ns = time.monotonic_ns()
         self._agent.client.control(name, CLOCK, (), _ASK_S, on_done, Number)
         if not (answered.wait(_ASK_S + 1.0) and found):
-            raise TimeoutError(f"worker {name} did not tell its clock")
+            raise TimeoutError(f"worker {name} did not report its clock")
         there_ns, received_ns = found[0]
         return ClockSample(sent_ns, there_ns, received_ns)
 
@@ -298,7 +300,9 @@ class Trace:
             if item.problem is not None:
                 _log.warning("the trace lacks events of worker %s: %s", item.name, item.problem)
             if item.num_dropped:
-                text = "the trace lacks the first %d events of worker %s, which had no room; raise max_events"
+                text = (
+                    "the trace dropped the first %d events of worker %s: more than max_events; pass a larger max_events"
+                )
                 _log.warning(text, item.num_dropped, item.name)
 
     def _wait_for_joining(self) -> None:
@@ -402,8 +406,17 @@ class TimedTraces:
         self._changed = threading.Condition()  # guards _num_open
         self._num_open = 0
 
-    def record(self, path: str, seconds: float, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> str:
+    def record(
+        self,
+        is_gone: Callable[[], bool],
+        path: str,
+        seconds: float,
+        profile: bool = False,
+        max_events: int = DEFAULT_EVENTS,
+    ) -> str:
         """Record for that time, or until the cluster is closed; return what was recorded, for people.
+
+        If the command that asked `is_gone`, because of Ctrl-C for instance, this ends early, too.
 
         Raises:
             ConfigurationError: An option is wrong, or a trace is being recorded already.
@@ -416,7 +429,10 @@ class TimedTraces:
             self._num_open += 1
         try:
             with trace:
-                self._is_closing.wait(seconds)
+                end = time.monotonic() + seconds
+                while not (self._is_closing.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))) or is_gone()):
+                    if time.monotonic() >= end:
+                        break
         finally:
             with self._changed:
                 self._num_open -= 1
@@ -448,8 +464,7 @@ def _check_paths(paths: Sequence[PathLike]) -> tuple[Path, ...]:
     for path in found:
         if path.suffix not in _SUFFIXES:
             raise ConfigurationError(
-                f"a trace is written to a file that ends in .zip, .pftrace (both for Perfetto) or .json (Chrome's format), "
-                f"unlike {path.name!r}"
+                f"unsupported trace format {path.name!r}: use .zip or .pftrace (Perfetto), or .json (Chrome)"
             )
         if not path.parent.is_dir():
             raise ConfigurationError(f"the trace cannot be written: {path.parent} is not a folder")

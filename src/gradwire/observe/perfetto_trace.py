@@ -42,7 +42,7 @@ def load_protos() -> Any:
     except ModuleNotFoundError as error:
         raise ConfigurationError(
             "a trace for Perfetto needs the package perfetto, which is not installed: pip install 'gradwire[trace]'; "
-            "a path that ends in .json gives a trace in Chrome's format, which does without it"
+            "a .json path writes Chrome's format and needs no extra package"
         ) from error
     return perfetto_trace_pb2
 

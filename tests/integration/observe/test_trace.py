@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from click.testing import Result
@@ -15,7 +17,9 @@ from typer.testing import CliRunner
 
 from gradwire import Cluster, autograd, rpc
 from gradwire.cli.app import app
+from gradwire.cli.status_view import choose_socket
 from gradwire.cluster import Trace
+from gradwire.cluster.status_socket import Request
 from gradwire.cluster.trace_server import CLOCK, END, PIECE, START, STOP
 from gradwire.errors import ConfigurationError, WorkerLost
 from gradwire.observe import events
@@ -169,7 +173,7 @@ def test_number_of_events_is_bounded(cluster: Cluster, tmp_path: Path, caplog: p
     assert worker.num_dropped > 50
     attributes = read_manifest(tmp_path / "run.zip")["attributes"]
     assert attributes["gradwire.driver.dropped_events"] == 60
-    assert "lacks the first 60 events of worker driver" in caplog.text
+    assert "dropped the first 60 events of worker driver" in caplog.text
 
 
 def test_one_trace_at_a_time(cluster: Cluster, tmp_path: Path) -> None:
@@ -259,7 +263,7 @@ def test_command_says_what_is_wrong(cluster: Cluster, tmp_path: Path) -> None:
     assert cluster.name is not None
     result = run_command(cluster.name, "--output", str(tmp_path / "run.txt"))
     assert result.exit_code == 1
-    assert "ends in .zip" in result.output.replace("\n", " ")
+    assert "unsupported trace format" in result.output.replace("\n", " ")
     with cluster.trace(tmp_path / "run.zip"):
         result = run_command(cluster.name, "--seconds", "0.1", "--output", str(tmp_path / "other.zip"))
     assert result.exit_code == 1
@@ -312,6 +316,16 @@ def test_representation(cluster: Cluster, tmp_path: Path) -> None:
     assert "written" in repr(trace)
 
 
+def test_trace_of_a_command_ends_with_the_command(cluster: Cluster, tmp_path: Path) -> None:
+    options: dict[str, str | int | float | bool] = {"path": str(tmp_path / "run.json"), "seconds": 600.0}
+    with socket.socket(socket.AF_UNIX) as command:
+        command.connect(str(choose_socket(cluster.name)))
+        command.sendall(msgspec.json.encode(Request("trace", options)) + b"\n")
+        wait_until(lambda: events.sink is not None)
+    wait_until((tmp_path / "run.json").exists, 30.0, "that the file is written")
+    wait_until(lambda: events.sink is None)
+
+
 def test_trace_of_a_command_ends_with_the_cluster(tmp_path: Path) -> None:
     """The last one: this process has no other cluster any more."""
     other = Cluster.current()
@@ -319,7 +333,7 @@ def test_trace_of_a_command_ends_with_the_cluster(tmp_path: Path) -> None:
     recorded: list[str] = []
 
     def record() -> None:
-        recorded.append(other._timed_traces.record(str(tmp_path / "run.json"), 600.0))
+        recorded.append(other._timed_traces.record(lambda: False, str(tmp_path / "run.json"), 600.0))
 
     thread = threading.Thread(target=record, name="a-command")
     thread.start()

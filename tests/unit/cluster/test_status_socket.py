@@ -130,10 +130,10 @@ def test_a_request_that_is_not_valid_gets_no_answer(request_: bytes) -> None:
 
 
 def test_an_operation_gives_its_text_or_the_reason_why_not() -> None:
-    def refuse() -> str:
+    def refuse(_is_gone: object) -> str:
         raise ConfigurationError("install it")
 
-    with StatusSocket(answer, lambda: _WORKER, {"link": lambda: "there", "other": refuse}):
+    with StatusSocket(answer, lambda: _WORKER, {"link": lambda _is_gone: "there", "other": refuse}):
         (path,) = list_sockets()
         assert run_operation(path, "link", 5.0) == "there"
         with pytest.raises(NoReport, match=r"^install it"):
@@ -146,7 +146,7 @@ def test_an_operation_gives_its_text_or_the_reason_why_not() -> None:
 def test_what_fails_is_named_and_logged_and_ends_neither_the_driver_nor_the_socket(
     kind: type[Exception], caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail() -> Any:
+    def fail(*_: object) -> Any:
         raise kind("the agent was shut down")
 
     with StatusSocket(fail, lambda: _WORKER, {"link": fail}):
