@@ -23,7 +23,7 @@ import msgspec
 from msgspec import Meta
 
 from gradwire import _interrupts
-from gradwire.errors import AuthenticationFailed, ConfigurationError
+from gradwire.errors import ConfigurationError
 from gradwire.observe.recorder import Recorder, encode_events, thread_names
 from gradwire.rpc.futures import InterruptibleFuture
 from gradwire.types import WorkerInfo
@@ -131,24 +131,18 @@ class TraceServer:
         self._pieces: list[bytes] = []
 
     def register(self) -> None:
-        server = self._agent.server
-        server.register_control(CLOCK, self._on_clock)
-        server.register_control(START, self._on_start, Number, NumEvents, bool)
-        server.register_control(STOP, self._on_stop, Number)
-        server.register_control(PIECE, self._on_piece, Number, Number)
-        server.register_control(END, self._on_end, Number)
+        server, only = self._agent.server, {"only_for": self._driver, "purpose": "record a trace"}
+        server.register_control(CLOCK, self._on_clock, **only)
+        server.register_control(START, self._on_start, Number, NumEvents, bool, **only)
+        server.register_control(STOP, self._on_stop, Number, **only)
+        server.register_control(PIECE, self._on_piece, Number, Number, **only)
+        server.register_control(END, self._on_end, Number, **only)
         self._agent.before_close.append(self.close)
 
-    def _check(self, source: WorkerInfo) -> None:
-        if source.name != self._driver:
-            raise AuthenticationFailed(f"only {self._driver} may record a trace, not {source.name}")
-
-    def _on_clock(self, source: WorkerInfo) -> int:
-        self._check(source)
+    def _on_clock(self, _: WorkerInfo) -> int:
         return time.monotonic_ns()
 
-    def _on_start(self, source: WorkerInfo, number: int, max_events: int, has_profile: bool) -> Any:
-        self._check(source)
+    def _on_start(self, _: WorkerInfo, number: int, max_events: int, has_profile: bool) -> Any:
         return self._later(partial(self._start, number, max_events, has_profile))
 
     def _later(self, action: Callable[[], Any]) -> InterruptibleFuture[Any]:
@@ -180,8 +174,7 @@ class TraceServer:
         if recording is not None:
             recording.close()
 
-    def _on_stop(self, source: WorkerInfo, number: int) -> Any:
-        self._check(source)
+    def _on_stop(self, _: WorkerInfo, number: int) -> Any:
         return self._later(partial(self._stop, number))
 
     def _stop(self, number: int) -> Recorded:
@@ -192,8 +185,7 @@ class TraceServer:
             self._pieces, recorded = recording.stop()
         return recorded
 
-    def _on_piece(self, source: WorkerInfo, number: int, index: int) -> Any:
-        self._check(source)
+    def _on_piece(self, _: WorkerInfo, number: int, index: int) -> Any:
         return self._later(partial(self._piece, number, index))
 
     def _piece(self, number: int, index: int) -> bytes:
@@ -202,8 +194,7 @@ class TraceServer:
                 raise ConfigurationError(f"worker {self._agent.info.name} has no piece {index} of trace {number}")
             return self._pieces[index]
 
-    def _on_end(self, source: WorkerInfo, number: int) -> Any:
-        self._check(source)
+    def _on_end(self, _: WorkerInfo, number: int) -> Any:
         return self._later(partial(self._end, number))
 
     def _end(self, number: int) -> None:
