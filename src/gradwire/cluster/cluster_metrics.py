@@ -89,7 +89,8 @@ class ClusterMetrics:
         self._ask()  # what the workers do is counted from now on
 
     def __repr__(self) -> str:
-        return f"<ClusterMetrics of {self._agent.info.name} and {len(self._members())} workers>"
+        num_workers = len(self._members())
+        return f"<ClusterMetrics of {self._agent.info.name} and {num_workers} worker{'s' if num_workers != 1 else ''}>"
 
     def _ask(self) -> dict[str, WorkerNumbers]:
         names = [member.name for member in self._members() if member.is_running]

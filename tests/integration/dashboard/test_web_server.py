@@ -121,6 +121,8 @@ def test_a_link_works_once_and_nothing_is_shown_without_it(dashboard: Dashboard)
     assert client.get(link).status == 303  # the same browser, by the link in its history
     assert path_of(dashboard.url) != path_of(dashboard.url)
     assert client.get("/nothing").status == 404
+    text = str(stranger.get(link).body)  # type: ignore[attr-defined]
+    assert "This link has already been used, or belongs to another cluster." in text
 
 
 @pytest.mark.parametrize("host", ["example.com", "127.0.0.1.example.com:80", "192.168.0.1"])
@@ -128,7 +130,9 @@ def test_other_names_of_this_machine_are_refused(dashboard: Dashboard, host: str
     """A page at example.com whose name was made to point to 127.0.0.1 is of the same origin as itself."""
     client = Client(dashboard).log_in()
     for path in ("/", "/api/state", path_of(dashboard.url)):
-        assert client.get(path, Host=host).status == 421
+        refusal = client.get(path, Host=host)
+        assert refusal.status == 421
+        assert "only available on this machine" in str(refusal.body)  # type: ignore[attr-defined]
     assert client.get("/", Host="localhost:1234").status == 200  # a tunnel
 
 

@@ -30,6 +30,7 @@ def test_metrics_of_all_workers(make_agents: MakeAgents) -> None:
         serve_numbers(agent, "a")
     metrics = metrics_of(a, "b", "c", "lost")
     assert repr(metrics) == "<ClusterMetrics of a and 3 workers>"
+    assert repr(metrics_of(a, "b")) == "<ClusterMetrics of a and 1 worker>"
     a.call("b", max, (1, 2))
     b.call("c", min, (1, 2))
     text = metrics.render().decode()
