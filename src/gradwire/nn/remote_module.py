@@ -74,7 +74,8 @@ class RemoteModule(nn.Module):
 
     Attributes:
         on: The owner's name, or rank if it was given by rank.
-        device: The module's device there, that of its first parameter, when this handle was made or used to move it.
+        device: The module's device there, that of its first parameter, when this handle was made, first asked for it, or
+            used to move it.
         is_device_map_set: Whether this worker has a device map for the owner.
         module_rref: The reference to the module.
 
@@ -88,7 +89,6 @@ class RemoteModule(nn.Module):
     is_scriptable = False
 
     on: str | int
-    device: str
     is_device_map_set: bool
     module_rref: RRef[nn.Module]
 
@@ -112,7 +112,7 @@ class RemoteModule(nn.Module):
     def _attach(self, to: To, device: str, rref: RRef[Any], label: str) -> None:
         super().__init__()
         self.on = to if isinstance(to, str | int) else rref.owner_name()
-        self.device = device
+        self._device = device
         self.module_rref = rref
         self.is_device_map_set = rref.owner_name() in rref_context.here().agent.device_maps
         self._label = label
@@ -129,12 +129,18 @@ class RemoteModule(nn.Module):
 
         Raises:
             ConfigurationError: `remote_device` is not valid.
-            RRefError: The reference is to something else.
         """
         module_owner.parse_placement(remote_device)
         made = RemoteModule.__new__(RemoteModule)
-        made._attach(module_rref.owner_name(), _ask_device(module_rref), module_rref, "")
+        made._attach(module_rref.owner_name(), "", module_rref, "")
         return made
+
+    @property
+    def device(self) -> str:
+        """The module's device on its owner."""
+        if not self._device:  # a handle on the module of a reference, which may not be made yet
+            self._device = _ask_device(self.module_rref)
+        return self._device
 
     def _ask(self, operation: str, *args: Any) -> Any:
         """Call an operation of the owner that is not part of any graph."""
@@ -361,7 +367,7 @@ class RemoteModule(nn.Module):
         return OwnerHook(self._ask("hook", kind, _sendable(hook), options))
 
     def _change(self: Self, name: str, *args: Any, **kwargs: Any) -> Self:
-        self.device = read_name(self._ask("change", name, args, kwargs))
+        self._device = read_name(self._ask("change", name, args, kwargs))
         return self
 
     def _apply(self: Self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
@@ -376,7 +382,8 @@ class RemoteModule(nn.Module):
     def extra_repr(self) -> str:
         """Return the class, the worker and the reference as text."""
         label, mode = self._label or "module", "training" if self.training else "eval"
-        return f"{label} on {self.module_rref.owner_name()}/{self.device}, {mode}, {self.module_rref!r}"
+        where = "/".join(filter(None, (self.module_rref.owner_name(), self._device)))
+        return f"{label} on {where}, {mode}, {self.module_rref!r}"
 
     def __copy__(self: Self) -> Self:
         """Return another handle on the same module, which shares the local hooks, as copies of modules do."""
@@ -394,7 +401,7 @@ class RemoteModule(nn.Module):
         key = RemoteModule, self.module_rref._state.rref_id
         if key not in memo:
             memo[key] = self._ask("copy")
-        made._attach(self.on, self.device, memo[key], self._label)
+        made._attach(self.on, self._device, memo[key], self._label)
         here = {name: value for name, value in self.__dict__.items() if name not in ("module_rref", "_parameters")}
         made.__dict__.update(deepcopy(here, memo))
         return made
@@ -410,7 +417,7 @@ class RemoteModule(nn.Module):
         return _rebuild, (self._pack(),)
 
     def _pack(self) -> tuple[Any, ...]:
-        return self.on, self.device, self.module_rref, self._label, self.training
+        return self.on, self._device, self.module_rref, self._label, self.training
 
 
 def _ask_device(module_rref: RRef[Any]) -> str:
@@ -424,7 +431,7 @@ def _rebuild(fields: Sequence[Any]) -> RemoteModule:
     if not (isinstance(rref, RRef) and all(kinds)):
         raise ValueError("not the fields of a RemoteModule")
     made = RemoteModule.__new__(RemoteModule)
-    made._attach(on, read_name(device), rref, clean(label, _LABEL_BYTES))
+    made._attach(on, read_name(device) if device else "", rref, clean(label, _LABEL_BYTES))
     made.training = training
     return made
 

@@ -277,8 +277,10 @@ def test_what_goes_wrong_in_the_making(cluster: Cluster) -> None:
 
 
 def test_a_reference_to_something_else_is_no_module(cluster: Cluster) -> None:
-    with pytest.raises(RRefError, match="needs a reference to a module, not to a str"):
-        RemoteModule.init_from_module_rref("worker0", rpc.remote("worker0", make_nothing))
+    odd = RemoteModule.init_from_module_rref("worker0", rpc.remote("worker0", make_nothing))
+    for use in (odd, odd.state_dict, odd.remote_parameters, lambda: odd.device):
+        with pytest.raises(RRefError, match="needs a reference to a module, not to a str"):
+            use()
 
 
 def test_what_a_handle_cannot_have(cluster: Cluster) -> None:
