@@ -60,7 +60,7 @@ _IDS_PER_TICK_BITS = 9
 Id = Annotated[int, msgspec.Meta(ge=0)]
 """An id in a message; msgpack has no integers of more than 64 bits."""
 
-Seconds = Annotated[float, msgspec.Meta(ge=0.0, le=1e12)]
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=10**12)]
 """A duration in a message, neither infinite nor NaN."""
 
 Rank = Annotated[int, msgspec.Meta(ge=0, le=65_535)]
