@@ -337,7 +337,7 @@ def test_trace_of_a_command_ends_with_the_cluster(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=record, name="a-command")
     thread.start()
-    wait_until(lambda: events.sink is not None)
+    wait_until(lambda: rpc.rpc_sync("worker0", tasks.is_observed))
     rpc.rpc_sync("worker0", abs, args=(-1,))
     other.close()
     thread.join(30)
