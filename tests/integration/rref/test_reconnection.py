@@ -175,8 +175,11 @@ def can_make(agent: Agent, name: str) -> bool:
 
 
 def test_resets_in_the_middle_of_everything_leave_nothing(make_agents: MakeAgents) -> None:
-    """Three workers send references around while connections end again and again."""
-    agents = make_agents(3)
+    """Three workers send references around while connections end again and again.
+
+    A function may wait for a value whose creation was lost with a connection; that wait ends with the call's deadline.
+    """
+    agents = make_agents(3, rpc_timeout_s=10.0)
     for number in range(30):
         agent, other = agents[number % 3], agents[(number + 1 + number // 3 % 2) % 3]
         with contextlib.suppress(RpcError):
