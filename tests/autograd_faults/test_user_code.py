@@ -212,7 +212,7 @@ def test_explain_shows_who_waits_for_whom(cluster: Cluster, tmp_path: Path) -> N
         text = str(ctx.explain())
         go_on(tmp_path)
         assert backward.wait() is None
-        for line in ("driver waits for worker0: send", "worker0 waits for worker1: send", "worker1 computes (1 runs"):
+        for line in ("driver waits for worker0: send", "worker0 waits for worker1: send", "worker1 computes (1 run "):
             assert line in text
         assert "begun by driver" in text
         assert "worker2" not in text

@@ -317,7 +317,7 @@ def test_questions_about_contexts_and_passes_of_others_are_refused(trio: list[Ag
         rpc.rpc_sync("b", "hostile.layer", args=(x,))
         assert isinstance(ask(c, "b", "explain", (int(ctx),)), AutogradError)
         assert isinstance(ask(c, "b", "probe", (int(ctx), some_id(0))), AutogradError)
-        assert "b: 1 sends, 1 recvs" in str(gw.autograd.explain(ctx))
+        assert "b: 1 send, 1 recv," in str(gw.autograd.explain(ctx))
 
 
 @pytest.mark.parametrize("args", [(), ("x",), (1.5,), (-1,), (torch.ones(2),), (None, 1), (1, 2, 3)])
