@@ -278,7 +278,7 @@ class _Pages:
         self._num_watching = 0
         self._failures: set[type[Exception]] = set()  # that were logged
         self._is_stopped = False
-        self._changed: asyncio.Condition | None = None  # made in the server's loop
+        self._changed: asyncio.Event | None = None  # set by the next state, which has an event of its own
         self._wanted: asyncio.Event | None = None
         self._collecting: asyncio.Lock | None = None  # held while the workers are asked: one at a time
         routes = [
@@ -298,7 +298,7 @@ class _Pages:
 
     async def pump(self) -> None:
         """Collect the state once a second while a page is open."""
-        self._changed, self._wanted, self._collecting = asyncio.Condition(), asyncio.Event(), asyncio.Lock()
+        self._changed, self._wanted, self._collecting = asyncio.Event(), asyncio.Event(), asyncio.Lock()
         while not self._is_stopped:
             if self._num_watching:
                 await self._try_to_collect()
@@ -325,9 +325,9 @@ class _Pages:
                 return self._state
             began_at = clock()
             state: State = await self._in_thread(self._collector.collect)
-            async with self._changed:
-                self._state, self._collected_at = state, began_at
-                self._changed.notify_all()
+            self._state, self._collected_at = state, began_at
+            self._changed.set()
+            self._changed = asyncio.Event()
             return state
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -366,7 +366,6 @@ class _Pages:
         return EventSourceResponse(self._stream(_chosen(request)), ping=15, send_timeout=10)
 
     async def _stream(self, context_id: int | None) -> AsyncIterator[ServerSentEvent]:
-        assert self._changed is not None
         assert self._wanted is not None
         sent: dict[str, bytes] = {}
         number = 0
@@ -374,7 +373,8 @@ class _Pages:
         self._wanted.set()  # the first page does not wait for the next second
         try:
             while not self._is_stopped:
-                state = self._state
+                changed, state = self._changed, self._state
+                assert changed is not None
                 if state is not None and state.number != number:
                     number = state.number
                     parts = {**state.parts, "step": self._collector.choose(context_id)}
@@ -384,9 +384,8 @@ class _Pages:
                             sent[name] = data
                             yield ServerSentEvent(data=data.decode(), event=name)
                     yield ServerSentEvent(data=str(number), event="tick")
-                async with self._changed:
-                    with contextlib.suppress(asyncio.TimeoutError):
-                        await asyncio.wait_for(self._changed.wait(), 0.25)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(changed.wait(), 0.25)
             yield ServerSentEvent(data="", event="closed")
         finally:
             self._num_watching -= 1
