@@ -52,9 +52,16 @@ class Rank:
         popen = subprocess.Popen if fresh else quick_python.Popen
         self.process = popen(command, env=dict(environment), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
-    def end(self, timeout_s: float = 60.0) -> tuple[int, str, str]:
+    def end(self, timeout_s: float = 90.0) -> tuple[int, str, str]:
         """Its exit code, and what it printed."""
-        out, err = self.process.communicate(timeout=timeout_s)
+        try:
+            out, err = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            spy = [str(Path(sys.executable).with_name("py-spy")), "dump", "--pid", str(self.process.pid)]
+            stacks = subprocess.run(spy, capture_output=True, text=True, timeout=20, check=False).stdout
+            raise AssertionError(
+                f"rank {self.number} has not ended within {timeout_s:g} s; it is here:\n{stacks}"
+            ) from None
         return self.process.returncode, out, err
 
 
