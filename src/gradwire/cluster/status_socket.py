@@ -232,7 +232,9 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 def _is_gone(connection: socket.socket) -> bool:
     """Return whether a client that has sent its line, and waits, has closed its end."""
-    return bool(select.select([connection], [], [], 0.0)[0])
+    poller = select.poll()  # `select.select` takes no descriptors above 1,023
+    poller.register(connection, select.POLLIN)
+    return bool(poller.poll(0))
 
 
 def _read_line(connection: socket.socket, timeout_s: float) -> bytes:
