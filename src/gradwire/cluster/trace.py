@@ -56,7 +56,7 @@ MAX_SECONDS = 86_400.0
 _ENDS = {"lost": "was lost", "left": "left"}
 _SUFFIXES = (".zip", ".pftrace", ".json")
 _NUM_SAMPLES = 8
-_START_S = 60.0  # importing and starting torch.profiler takes seconds
+_START_PROFILER_S = 60.0  # importing and starting torch.profiler takes seconds
 _STOP_S = 120.0
 _ASK_S = 10.0
 _CLOSE_S = 10.0
@@ -202,7 +202,8 @@ class Trace:
         with self._lock:  # first: whatever happens from here on, they are asked to end it
             self._asked += [name for name in names if name not in self._asked]
         args = (self._number, *self._settings)
-        started = self._ask_each(names, START, lambda _: args, _START_S, Started)
+        timeout_s = _START_PROFILER_S if self._settings[1] else _ASK_S
+        started = self._ask_each(names, START, lambda _: args, timeout_s, Started)
         with self._lock:
             self._started.update(started)
         self._measure_each(list(started))
@@ -389,9 +390,9 @@ class Trace:
                 attributes[f"gradwire.{item.name}.problem"] = item.problem
         for path in self.paths:
             with _replacing(path) as file:
-                if path.suffix == ".json":
+                if path.suffix.lower() == ".json":
                     write_chrome_trace(file, parts, attributes)
-                elif path.suffix == ".zip":
+                elif path.suffix.lower() == ".zip":
                     write_archive(file, parts, attributes)
                 else:
                     write_perfetto_trace(file, parts)
@@ -462,13 +463,17 @@ def _check_paths(paths: Sequence[PathLike]) -> tuple[Path, ...]:
         raise ConfigurationError("a trace needs the path of a file, such as run.zip")
     found = tuple(Path(path).absolute() for path in paths)
     for path in found:
-        if path.suffix not in _SUFFIXES:
+        if path.suffix.lower() not in _SUFFIXES:
             raise ConfigurationError(
                 f"unsupported trace format {path.name!r}: use .zip or .pftrace (Perfetto), or .json (Chrome)"
             )
         if not path.parent.is_dir():
             raise ConfigurationError(f"the trace cannot be written: {path.parent} is not a folder")
-    if any(path.suffix != ".json" for path in found):
+        if path.is_dir():
+            raise ConfigurationError(f"the trace cannot be written: {path} is a folder; give the path of a file")
+        if not os.access(path.parent, os.W_OK | os.X_OK):
+            raise ConfigurationError(f"the trace cannot be written: no permission to write to {path.parent}")
+    if any(path.suffix.lower() != ".json" for path in found):
         load_protos()
     return found
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from gradwire import Cluster, autograd, rpc
 from gradwire.cli.app import app
 from gradwire.cli.status_view import choose_socket
 from gradwire.cluster import Trace
+from gradwire.cluster import trace as trace_module
 from gradwire.cluster.status_socket import Request
 from gradwire.cluster.trace_server import CLOCK, END, PIECE, START, STOP
 from gradwire.errors import ConfigurationError, WorkerLost
@@ -199,15 +202,16 @@ def test_trace_of_a_block_that_raises_is_written(cluster: Cluster, tmp_path: Pat
     assert [item.name for item in read_trace(tmp_path / "run.zip") if item.kind == "run"] == ["run abs"]
 
 
-@pytest.mark.parametrize("name", ["run.txt", "run", "missing/run.zip"])
+@pytest.mark.parametrize("name", ["run.txt", "run", "missing/run.zip", "folder.zip"])
 def test_paths_are_checked_before_anything_is_recorded(cluster: Cluster, tmp_path: Path, name: str) -> None:
+    (tmp_path / "folder.zip").mkdir()
     with pytest.raises(ConfigurationError, match=r"the trace cannot be written|unsupported trace format"):
         cluster.trace(tmp_path / name)
     with pytest.raises(ConfigurationError, match="needs the path of a file"):
         cluster.trace()
     with pytest.raises(ConfigurationError, match="max_events must be a whole number"):
         cluster.trace(tmp_path / "run.zip", max_events=0)
-    assert list(tmp_path.iterdir()) == []
+    assert list(tmp_path.rglob("*")) == [tmp_path / "folder.zip"]
 
 
 @pytest.mark.parametrize(
@@ -284,6 +288,29 @@ def test_trace_processor_reads_the_archive(cluster: Cluster, tmp_path: Path) -> 
         assert row.number == len(arrows(read_trace(tmp_path / "run.zip")))
         problems = processor.query("select name from stats where severity in ('error', 'data_loss') and value > 0")
         assert [row.name for row in problems] == []
+
+
+def test_worker_that_does_not_answer_is_left_out(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It hears of the trace when that is over, and does not go on recording; see `leak_check`."""
+    monkeypatch.setattr(trace_module, "_ASK_S", 0.5)
+    pid = cluster.workers[1].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        trace = cluster.trace(tmp_path / "run.zip")
+        started = time.monotonic()
+        with trace:
+            assert time.monotonic() - started < 30.0
+            rpc.rpc_sync("worker0", abs, args=(-1,))
+            os.kill(pid, signal.SIGCONT)
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    others = {item.name: item for item in trace.workers}
+    assert others["worker0"].problem is None
+    assert others["worker0"].num_events > 0
+    assert "worker1" in str(others["worker1"].problem)
 
 
 def test_worker_that_dies_loses_its_own_events(tmp_path: Path, cluster: Cluster) -> None:
