@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test browser lint check docs docs-links docs-examples dist dist-check search explore conformance accelerator-check bench \
+.PHONY: help demo test stable browser lint check docs docs-links docs-examples dist dist-check search explore conformance accelerator-check bench \
         bench-peers \
         fuzz soak kills clean
 .DEFAULT_GOAL := help
@@ -13,6 +13,7 @@ help:
 	@echo "make demo                train a model that is split over three workers on this machine; with DASHBOARD=1"
 	@echo "                         it trains longer, and a page shows it live"
 	@echo "make test                run the whole test suite, in TEST_PROCESSES (3) processes"
+	@echo "make stable              run it STABLE_RUNS (20) times, until one fails"
 	@echo "make browser             install a Chromium for the tests of that page, if there is none and you are root"
 	@echo "make lint                check format, lint, types and layers"
 	@echo "make check               run make lint and the fast tests"
@@ -47,6 +48,10 @@ TEST_PROCESSES ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST)
+
+STABLE_RUNS ?= 20
+stable: $(STAMP)
+	for run in $$(seq $(STABLE_RUNS)); do echo "run $$run of $(STABLE_RUNS)"; $(PYTEST) -q || exit 1; done
 
 browser:
 	.ci/install_browser.sh
