@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster as RayNodes
 from torch import nn
 
 import gradwire
-from cluster.ray_nodes import SMALL, no_leaks, ray_nodes
+from cluster.ray_nodes import no_leaks, ray_nodes
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.testing import LeakCheck, wait_until
 
@@ -114,7 +114,7 @@ def test_without_restart_the_worker_of_a_lost_node_is_named(nodes: RayNodes, tmp
         assert lost[0] in str(raised.value)
         (worker,) = [worker for worker in cluster.workers if worker.name == lost[0]]
         assert not worker.is_alive
-    nodes.add_node(num_cpus=1, **SMALL)
+    nodes.add_node(num_cpus=1)
     wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 30.0)
 
 
@@ -127,7 +127,7 @@ def test_with_restart_the_run_ends_as_if_nothing_had_happened(nodes: RayNodes, t
     def before_step(step: int) -> None:
         if step == 5 and not lost:
             lost.append(remove_node(nodes, cluster))
-            nodes.add_node(num_cpus=1, **SMALL)
+            nodes.add_node(num_cpus=1)
 
     with gradwire.Cluster.ray(
         2, strategy="STRICT_SPREAD", restart="on-loss", on_restart=lambda worker: restarted.append(worker.name)
