@@ -14,6 +14,8 @@ from cluster.ray_nodes import nodes_of_a_program
 from gradwire.testing import CLUSTER_CHECKS, check_cluster
 from gradwire.testing.clusters import NUM_WORKERS
 
+pytestmark = pytest.mark.timeout(180)  # the program of a check fails after 120 s, with its output
+
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS + 1}"]
 IN_ORDER = [check for check in CLUSTER_CHECKS if check not in ("ctrl_c", "driver_death")]
 

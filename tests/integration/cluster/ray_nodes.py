@@ -22,16 +22,7 @@ from quick_ray import forked_workers
 
 _OTHERS = ("thread pytest_timeout", "process raylet")  # what the tests themselves start and end
 _SMALL: dict[str, Any] = {"object_store_memory": 80 << 20, "include_dashboard": False, "include_log_monitor": False}
-_CONFIG = {
-    # Ray takes half a minute to miss a node that is gone without a word; tests do not wait for that.
-    "health_check_initial_delay_ms": 0,
-    "health_check_period_ms": 200,
-    "health_check_timeout_ms": 1000,
-    "health_check_failure_threshold": 5,
-    # Workers are started when there is work for them.
-    "prestart_worker_first_driver": False,
-    "enable_worker_prestart": False,
-}
+_ON_DEMAND = {"prestart_worker_first_driver": False, "enable_worker_prestart": False}  # no workers ahead of work
 _END_S = 60.0
 
 
@@ -59,7 +50,8 @@ def small_nodes(head: Mapping[str, Any], *others: Mapping[str, Any]) -> Iterator
     os.environ["RAY_TMPDIR"] = folder = tempfile.mkdtemp(prefix="gwr-", dir="/tmp")  # short: sockets have short paths
     try:
         with forked_workers(folder) as options, SmallNodes(options) as nodes:
-            nodes.add_node(**{"no_monitor": True, "_system_config": _CONFIG, **head})
+            config = {**_ON_DEMAND, **head.get("_system_config", {})}
+            nodes.add_node(**{"no_monitor": True, **head, "_system_config": config})
             for other in others:
                 nodes.add_node(**other)
             yield nodes

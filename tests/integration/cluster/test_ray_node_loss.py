@@ -19,11 +19,19 @@ from gradwire.errors import GradwireError, WorkerLost
 from gradwire.testing import LeakCheck, wait_until
 
 NUM_STEPS = 12
+# Ray takes half a minute to miss a node that is gone without a word; these tests do not wait for that. A node that is gone
+# refuses connections at once. One that has no processor for a while answers late, and must not count as gone.
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_timeout_ms": 20_000,
+    "health_check_failure_threshold": 5,
+}
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with ray_nodes(1, 1) as nodes:
+    with ray_nodes(1, 1, _system_config=HEALTH_CHECKS) as nodes:
         yield nodes
 
 
