@@ -38,7 +38,7 @@ _TESTS = Path(__file__).resolve().parent
 _SOURCES = _TESTS.parent / "src"
 _NAME = "gw-forkserver-t"  # the leak check knows a process of this kind, its channel and its pipe
 _START_S = 60.0
-_MAX_BYTES = 1 << 17
+MAX_BYTES = 1 << 17
 _MAX_DESCRIPTORS = 64
 NESTED = "QUICK_PYTHON"  # in the environment of a program: those that it starts are forks, too
 _ROOM = " " * 20_000  # for environments of programs, where that of their source is
@@ -50,7 +50,7 @@ _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NU
 _PlainPopen = subprocess.Popen  # also where another class takes its place
 
 
-class _Request(TypedDict):
+class Request(TypedDict):
     arguments: list[str]  # of the interpreter
     environment: dict[str, str]
     folder: str
@@ -73,7 +73,7 @@ class _Source:
         self._channel = channel
         self._process = process
 
-    def fork(self, request: _Request, descriptors: Sequence[int]) -> int:
+    def fork(self, request: Request, descriptors: Sequence[int]) -> int:
         """The id of a new process, which is a child of this one."""
         # The process that forks it ends at once, and the kernel gives its child to the next ancestor that asked for it.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -112,6 +112,12 @@ def _start_source() -> _Source:
     return source
 
 
+def be_source() -> None:
+    """Mark this process as one that forks programs, and let it end with its parent."""
+    _prctl(_PR_SET_NAME, _NAME.encode())
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _fork_source(path: list[str]) -> _Source:
     """For a program that has just begun: a copy of it forks the programs that it starts."""
     program = os.getpid()
@@ -119,8 +125,7 @@ def _fork_source(path: list[str]) -> _Source:
     if os.fork() == 0:
         channel.close()
         os.setsid()
-        _prctl(_PR_SET_NAME, _NAME.encode())
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # the program may have other copies, which hold the channel
+        be_source()  # the program may have other copies, which hold the channel
         if os.getppid() == program:
             _serve(theirs, path)
         os._exit(0)
@@ -201,7 +206,7 @@ class Popen(_PlainPopen[Any]):
         namespace, arguments = _strip_prefix([str(word) for word in args], environment)
         assert (executable, preexec_fn, shell, close_fds) == (None, None, False, True)
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
-        request = _Request(
+        request = Request(
             arguments=arguments,
             environment=environment,
             namespace=namespace,
@@ -253,7 +258,7 @@ def run(
 
 def _serve(channel: socket.socket, path: list[str]) -> None:
     while True:
-        message, descriptors, _, _ = socket.recv_fds(channel, _MAX_BYTES, _MAX_DESCRIPTORS)
+        message, descriptors, _, _ = socket.recv_fds(channel, MAX_BYTES, _MAX_DESCRIPTORS)
         if not message:
             return
         gate, opener = os.pipe()  # a program begins when it is the child of the process that asked for it
@@ -267,7 +272,7 @@ def _serve(channel: socket.socket, path: list[str]) -> None:
                     os.close(descriptor)
                 os.read(gate, 1)
                 os.close(gate)
-                _become(json.loads(message), descriptors, path)
+                become(json.loads(message), descriptors, path)
             os.write(tell, str(program).encode())
             os._exit(0)
         os.close(tell)
@@ -278,7 +283,7 @@ def _serve(channel: socket.socket, path: list[str]) -> None:
             os.close(descriptor)
 
 
-def _become(request: _Request, descriptors: list[int], path: list[str]) -> NoReturn:
+def become(request: Request, descriptors: list[int], path: list[str]) -> NoReturn:
     """Run a program; end with it."""
     status: int | signal.Signals = 1
     try:
@@ -354,9 +359,8 @@ def _status_of(arguments: list[str]) -> int | signal.Signals:
     if arguments[0] == "-u":
         sys.stdout.reconfigure(write_through=True)  # type: ignore[union-attr]
         arguments = arguments[1:]
-    sys.modules["quick_python"] = sys.modules[
-        "__main__"
-    ]  # a program that imports it must not start a source of its own
+    # A program that imports it must not start a source of its own.
+    sys.modules.setdefault("quick_python", sys.modules["__main__"])
     main = types.ModuleType("__main__")
     main.__builtins__ = __builtins__  # type: ignore[attr-defined]
     sys.modules["__main__"] = main

@@ -12,7 +12,8 @@ from gradwire import Cluster
 
 def start_ray(num_workers: int, **options: Any) -> Cluster:
     if not ray.is_initialized():  # once for all clusters of the program
-        ray.init(num_cpus=2, include_dashboard=False, object_store_memory=80 << 20, log_to_driver=False)
+        own = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
+        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
     return Cluster.ray(num_workers, resources={"CPU": 0.5}, **options)
 
 

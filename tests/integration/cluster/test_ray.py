@@ -25,6 +25,7 @@ from ray.exceptions import ActorUnavailableError
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 
 import gradwire
+import quick_python
 from cluster import tasks
 from cluster.processes import children_of, is_there
 from cluster.ray_nodes import no_leaks, ray_nodes
@@ -44,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:unclosed file.*/ray/:ResourceWar
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with ray_nodes(2, 2) as nodes:
+    with ray_nodes(2, 2, no_monitor=False) as nodes:  # the monitor says whether there is an autoscaler
         yield nodes
         wait_until(lambda: free_cpus() == 4, 10.0, "that Ray has its resources back")
 
@@ -358,7 +359,7 @@ class TestEnds:
             cluster.workers[0].with_timeout(0).call(time.sleep, 100)
         """
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-        with subprocess.Popen(
+        with quick_python.Popen(
             [sys.executable, "-c", program], env=environment, stdout=subprocess.PIPE, text=True
         ) as driver:
             assert driver.stdout is not None

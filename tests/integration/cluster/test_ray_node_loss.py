@@ -14,16 +14,24 @@ from ray.cluster_utils import Cluster as RayNodes
 from torch import nn
 
 import gradwire
-from cluster.ray_nodes import SMALL, no_leaks, ray_nodes
+from cluster.ray_nodes import no_leaks, ray_nodes
 from gradwire.errors import GradwireError, WorkerLost
 from gradwire.testing import LeakCheck, wait_until
 
 NUM_STEPS = 12
+# Ray takes half a minute to miss a node that is gone without a word; these tests do not wait for that. A node that is gone
+# refuses connections at once. One that has no processor for a while answers late, and must not count as gone.
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 200,
+    "health_check_timeout_ms": 20_000,
+    "health_check_failure_threshold": 5,
+}
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[RayNodes]:
-    with ray_nodes(1, 1) as nodes:
+    with ray_nodes(1, 1, _system_config=HEALTH_CHECKS) as nodes:
         yield nodes
 
 
@@ -114,7 +122,7 @@ def test_without_restart_the_worker_of_a_lost_node_is_named(nodes: RayNodes, tmp
         assert lost[0] in str(raised.value)
         (worker,) = [worker for worker in cluster.workers if worker.name == lost[0]]
         assert not worker.is_alive
-    nodes.add_node(num_cpus=1, **SMALL)
+    nodes.add_node(num_cpus=1)
     wait_until(lambda: ray.available_resources().get("CPU") == 2.0, 30.0)
 
 
@@ -127,7 +135,7 @@ def test_with_restart_the_run_ends_as_if_nothing_had_happened(nodes: RayNodes, t
     def before_step(step: int) -> None:
         if step == 5 and not lost:
             lost.append(remove_node(nodes, cluster))
-            nodes.add_node(num_cpus=1, **SMALL)
+            nodes.add_node(num_cpus=1)
 
     with gradwire.Cluster.ray(
         2, strategy="STRICT_SPREAD", restart="on-loss", on_restart=lambda worker: restarted.append(worker.name)

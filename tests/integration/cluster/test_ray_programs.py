@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from cluster.ray_nodes import nodes_of_a_program
 from cluster.scripts import Script
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -46,14 +44,6 @@ def check_started_and_stopped(tmp_path: Path) -> None:
     assert out.split() == ["True", "True", "False", "True"]
 
 
-NODES = """if True:
-    from cluster.ray_nodes import ray_nodes, SMALL
-
-    with ray_nodes(1) as nodes:
-        nodes.add_node(num_cpus=1, node_ip_address="127.0.0.2", **SMALL)
-        print(nodes.address, flush=True)
-        input()
-"""
 JOIN = """
     import gradwire
     from gradwire.errors import ConfigurationError
@@ -78,18 +68,9 @@ ACCEPT = """
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
     """A Ray cluster without authentication, of two nodes with addresses of their own, as if on two machines."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_AUTH_MODE": "disabled"}
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    with subprocess.Popen([sys.executable, "-c", NODES], env=environment, text=True, **pipes) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield process.stdout.readline().strip()
-            process.stdin.write("\n")
-            process.stdin.flush()
-            process.wait(60.0)
-        finally:
-            process.kill()
+    nodes = ({"num_cpus": 1}, {"num_cpus": 1, "node_ip_address": "127.0.0.2"})
+    with nodes_of_a_program(*nodes, RAY_AUTH_MODE="disabled") as address:
+        yield address
 
 
 def test_a_cluster_of_several_machines_without_authentication_is_refused_unless_accepted(
