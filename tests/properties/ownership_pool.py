@@ -14,7 +14,7 @@ import msgspec
 from msgspec.structs import replace
 
 from gradwire.rref._messages import LocalAction, Worker
-from gradwire.rref._ownership import Ownership, RecentIds, ReferenceProtocol
+from gradwire.rref._ownership import DeadWorkers, Ownership, RecentIds, ReferenceProtocol
 from gradwire.rref.reliable import Batch, Channel
 
 
@@ -45,7 +45,7 @@ def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
     mine._num_expected = dict(machine._num_expected)
     mine._ended = {key: _copied_ids(known) for key, known in machine._ended.items()}
     mine._over = dict(machine._over)
-    mine._deaths = copy.deepcopy(machine._deaths)
+    mine._deaths = _copied_deaths(machine._deaths)
     twin.outbox = copy.copy(outbox)
     twin.outbox._channels = {key: _copied_channel(channel) for key, channel in outbox._channels.items()}
     twin.outbox._due = set(outbox._due)
@@ -56,6 +56,15 @@ def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
 def _copied_ids(known: RecentIds) -> RecentIds:
     twin = RecentIds()
     twin.latest, twin.older = set(known.latest), set(known.older)
+    return twin
+
+
+def _copied_deaths(deaths: DeadWorkers) -> DeadWorkers:
+    twin = copy.copy(deaths)
+    twin.dead, twin._unacknowledged = set(deaths.dead), set(deaths._unacknowledged)
+    twin.retained = {key: dict(forks) for key, forks in deaths.retained.items()}
+    twin._rounds = dict(deaths._rounds)
+    twin._reports = {key: dict(rounds) for key, rounds in deaths._reports.items()}
     return twin
 
 
