@@ -24,9 +24,8 @@ def template_ends_with_the_session() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def template_is_prepared(template_ends_with_the_session: None) -> None:
-    """Import once in the template what each worker would import: pytest with a test's module, and with the first
-    `torch.testing.assert_close` torch's sharded tensors, which takes a second."""
-    return_fork_server(borrow_fork_server(60.0, ["pytest", "torch.distributed.tensor"]))
+    """Import once in the template what each worker would import with a test's module."""
+    return_fork_server(borrow_fork_server(60.0, ["pytest"]))
 
 
 @pytest.fixture(scope="module", autouse=True)

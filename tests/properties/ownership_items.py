@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,15 +74,17 @@ def worker(rank: int) -> act.Worker:
     return (rank, 1)
 
 
-def lineage(fork_id: int) -> set[int]:
+@functools.cache
+def lineage(fork_id: int) -> frozenset[int]:
     """A fork and those it was made of."""
     found = set()
     while fork_id >= CHILDREN:
         found.add(fork_id)
         fork_id //= CHILDREN
-    return found
+    return frozenset(found)
 
 
+@functools.cache
 def value_of(fork_id: int) -> int:
     while fork_id >= CHILDREN:
         fork_id //= CHILDREN

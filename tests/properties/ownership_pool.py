@@ -8,29 +8,37 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import operator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import msgspec
 from msgspec.structs import replace
 
 from gradwire.rref._messages import LocalAction, Worker
-from gradwire.rref._ownership import Ownership, RecentIds, ReferenceProtocol
+from gradwire.rref._ownership import Child, DeadWorkers, Fork, Ownership, RecentIds, ReferenceProtocol, Value
 from gradwire.rref.reliable import Batch, Channel
+from properties.ownership_items import Post
 
 
 def frozen(thing: Any) -> Any:
     """Something that equals another one's if both mean the same; the order of dictionaries means nothing."""
-    if isinstance(thing, dict):
-        return frozenset((key, frozen(value)) for key, value in thing.items())
-    if isinstance(thing, set):
-        return frozenset(thing)
-    if isinstance(thing, collections.deque):
-        return tuple(thing)
-    if isinstance(thing, msgspec.Struct):
-        return tuple(frozen(getattr(thing, name)) for name in thing.__struct_fields__)
-    if isinstance(thing, Channel):
-        return tuple(frozen(getattr(thing, field.name)) for field in dataclasses.fields(thing))
-    return thing
+    freeze = _FREEZERS.get(type(thing))
+    return thing if freeze is None else freeze(thing)
+
+
+def _freezer_of_fields(names: Iterable[str]) -> Callable[[Any], Any]:
+    fields = operator.attrgetter(*names)
+    return lambda thing: tuple(map(frozen, fields(thing)))
+
+
+# By type, which is much faster than asking for one after the other. Messages and batches cannot be changed anyway.
+_FREEZERS: dict[type, Callable[[Any], Any]] = {
+    dict: lambda thing: frozenset((key, frozen(value)) for key, value in thing.items()),
+    set: frozenset,
+    collections.deque: tuple,
+    Channel: _freezer_of_fields(field.name for field in dataclasses.fields(Channel)),
+    **{struct: _freezer_of_fields(struct.__struct_fields__) for struct in (Fork, Value, Child)},
+}
 
 
 def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
@@ -45,7 +53,7 @@ def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
     mine._num_expected = dict(machine._num_expected)
     mine._ended = {key: _copied_ids(known) for key, known in machine._ended.items()}
     mine._over = dict(machine._over)
-    mine._deaths = copy.deepcopy(machine._deaths)
+    mine._deaths = _copied_deaths(machine._deaths)
     twin.outbox = copy.copy(outbox)
     twin.outbox._channels = {key: _copied_channel(channel) for key, channel in outbox._channels.items()}
     twin.outbox._due = set(outbox._due)
@@ -56,6 +64,15 @@ def copied(protocol: ReferenceProtocol) -> ReferenceProtocol:
 def _copied_ids(known: RecentIds) -> RecentIds:
     twin = RecentIds()
     twin.latest, twin.older = set(known.latest), set(known.older)
+    return twin
+
+
+def _copied_deaths(deaths: DeadWorkers) -> DeadWorkers:
+    twin = copy.copy(deaths)
+    twin.dead, twin._unacknowledged = set(deaths.dead), set(deaths._unacknowledged)
+    twin.retained = {key: dict(forks) for key, forks in deaths.retained.items()}
+    twin._rounds = dict(deaths._rounds)
+    twin._reports = {key: dict(rounds) for key, rounds in deaths._reports.items()}
     return twin
 
 
@@ -119,6 +136,8 @@ class Machine:
         kept_back: Messages for workers that are taken for dead.
         ended: What they remember: forks and values, with the worker that may name them.
         ids: Forks that are known here, or that messages from here speak of.
+        batches: What is not acknowledged.
+        posts: The same, on its way.
     """
 
     def __init__(self, protocol: ReferenceProtocol) -> None:
@@ -138,6 +157,8 @@ class Machine:
         spoken_of = {getattr(message, "fork_id", 0) for message in messages}
         self.ids = frozenset(holders | state._forks.keys() | state._children.keys() | spoken_of)
         self.batches = tuple(batches)
+        own_rank = protocol.outbox._own[0]
+        self.posts = tuple(Post(own_rank, batch.to[0], batch.number, batch.messages) for batch in batches)
         self.number = 0
         self.steps: dict[tuple[Any, ...], tuple[Machine, Any]] = {}
 

@@ -258,11 +258,7 @@ class World:
 
     def _written(self) -> list[Post]:
         """Batches that are not acknowledged."""
-        return [
-            Post(rank, batch.to[0], batch.number, batch.messages)
-            for rank, machine in enumerate(self._machines)
-            for batch in machine.batches
-        ]
+        return [post for machine in self._machines for post in machine.posts]
 
     def _copies(self) -> list[Post]:
         return [item for item in self.items if isinstance(item, Post)]

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import gradwire
+from closeness import assert_close
 from cluster import tasks
 from cluster.process_scheduler import Machine, ProcessScheduler
 from cluster.shown import Shown
@@ -114,10 +115,10 @@ def test_gradients_and_an_optimizer_step_are_those_of_one_process(cluster: Clust
         out = rpc.rpc_sync(owners[1].owner(), tasks.times, (owners[1], hidden))
         autograd.backward(context, [out.sum()])
         for owner, gradient in zip(owners, expected, strict=True):
-            torch.testing.assert_close(rpc.rpc_sync(owner.owner(), tasks.gradient_of, (context, owner)), gradient)
+            assert_close(rpc.rpc_sync(owner.owner(), tasks.gradient_of, (context, owner)), gradient)
         DistributedOptimizer(torch.optim.SGD, owners, lr=0.5).step(context)
     for owner, weight in zip(owners, weights, strict=True):
-        torch.testing.assert_close(owner.to_here().detach(), weight.detach())
+        assert_close(owner.to_here().detach(), weight.detach())
 
 
 def test_output_has_the_workers_name(cluster: Cluster) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import assert_close
 from gradwire import autograd, checkpoint, observe, rpc
 from gradwire.errors import CannotSend, WorkerLost
 from gradwire.observe import Event, events
@@ -148,7 +149,7 @@ def test_backward_has_its_parts_on_every_worker(agents: list[Agent], told: Told)
     with autograd.context() as context_id:
         result = rpc.rpc_sync("c", double, args=(rpc.rpc_sync("b", double, args=(value,)),))
         autograd.backward(context_id, [result.sum()])
-        torch.testing.assert_close(autograd.get_gradients(context_id)[value], torch.full((3,), 4.0))
+        assert_close(autograd.get_gradients(context_id)[value], torch.full((3,), 4.0))
         root = told.one("backward", "a")
         assert root.details is not None
         assert (root.outcome, root.details["role"], root.details["mode"]) == ("ok", "root", "smart")

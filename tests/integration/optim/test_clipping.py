@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from closeness import assert_close
 from gradwire import rpc
 from gradwire.cluster.api import Cluster
 from gradwire.errors import ConfigurationError, OptimizerError, OptimizerStepFailed
@@ -111,12 +112,12 @@ def test_sparse_gradients_are_clipped_by_norm(cluster: Cluster) -> None:
     here.optimizer.step()
 
     def act(ctx: Any) -> None:
-        torch.testing.assert_close(there.optimizer.clip_grad_norm_(ctx, 0.1), expected)
+        assert_close(there.optimizer.clip_grad_norm_(ctx, 0.1), expected)
         there.optimizer.step(ctx)
 
     there.in_contexts([batches(0)], act)
     for got, want in zip(there.values(), here.values(), strict=True):
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)
 
 
 def test_contexts_that_were_clipped_together_are_used_together(cluster: Cluster) -> None:
@@ -212,4 +213,4 @@ def test_sparse_gradients_are_clipped_by_value(cluster: Cluster) -> None:
 
     there.in_contexts([batches(0)], act)
     for got, want in zip(there.values(), here.values(), strict=True):
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from closeness import assert_close
 from gradwire.cluster.api import Cluster
 from gradwire.errors import ConfigurationError, OptimizerError
 from gradwire.optim import GradScaler
@@ -135,4 +136,4 @@ def test_a_context_that_is_used_again_is_scaled_down_once(cluster: Cluster) -> N
         here.loss(batches(number)).backward()
         here.optimizer.step()
     for got, want in zip(there.values(), here.values(), strict=True):
-        torch.testing.assert_close(got, want)
+        assert_close(got, want)

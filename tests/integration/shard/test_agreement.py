@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from closeness import assert_close
 from gradwire.shard import ShardedTensor
 from gradwire.shard.group_backend import all_or_none
 from shard.worlds import GroupWorld, Worlds
@@ -63,7 +64,7 @@ def check_gradients_of_one_rank(world: GroupWorld) -> None:
         assert everything.grad is not None
         world.assert_gradient(table, expected.grad)
         if world.rank == 0:
-            torch.testing.assert_close(x.grad, world.own(everything.grad))
+            assert_close(x.grad, world.own(everything.grad))
         else:
             assert x.grad is None
 
@@ -80,7 +81,7 @@ def check_sample_weights_of_one_rank(world: GroupWorld) -> None:
         expected = weights.clone().requires_grad_()
         F.embedding_bag(ids, weight, mode="sum", per_sample_weights=expected).square().sum().backward()  # type: ignore[no-untyped-call]
         if world.rank == 0:
-            torch.testing.assert_close(own.grad, expected.grad)
+            assert_close(own.grad, expected.grad)
         else:
             assert own.grad is None
 

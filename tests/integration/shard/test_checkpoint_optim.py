@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from closeness import assert_close
 from gradwire import autograd, checkpoint
 from gradwire.optim import DistributedOptimizer
 from gradwire.shard import ShardedOptimizer, ShardedTensor
@@ -66,7 +67,7 @@ def go_on(world: World, folder: str, expected: torch.Tensor) -> None:
         assert values == {"step": 2}
         assert optimizer.param_groups[0]["lr"] == 0.05
         train(world, weight, optimizer, range(2, 4))
-        torch.testing.assert_close(weight.full_tensor().detach(), expected, rtol=1e-12, atol=1e-12)
+        assert_close(weight.full_tensor().detach(), expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_into_an_optimizer_of_one_process(worlds: Worlds, backend: str, tmp_path
     worlds.check(backend, 3, save_training, str(tmp_path))
     weight, state = one_process(2)
     found = checkpoint.read(tmp_path)
-    torch.testing.assert_close(found["weight"], weight, rtol=1e-12, atol=1e-12)
+    assert_close(found["weight"], weight, rtol=1e-12, atol=1e-12)
     (saved,) = found["optim"]["state"].values()
     assert saved.keys() == state["state"][0].keys()
     for key, value in saved.items():
-        torch.testing.assert_close(torch.as_tensor(value), state["state"][0][key], rtol=1e-12, atol=1e-12)
+        assert_close(torch.as_tensor(value), state["state"][0][key], rtol=1e-12, atol=1e-12)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from closeness import assert_close
 from gradwire.shard import ShardedTensor
 from shard.worlds import GroupWorld, World, Worlds
 
@@ -33,7 +34,7 @@ SIZES = [0, 3, 1, 4, 0, 2, 5, 1, 0]  # of bags
 def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     assert found is not None
     assert expected is not None
-    torch.testing.assert_close(found, expected.to_dense() if expected.is_sparse else expected)
+    assert_close(found, expected.to_dense() if expected.is_sparse else expected)
 
 
 def randn(*size: int) -> torch.Tensor:

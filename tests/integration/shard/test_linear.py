@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradwire as gw
+from closeness import assert_close
 from gradwire.rref import RRef
 from gradwire.shard import ShardedTensor
 from shard.worlds import WorkerWorld, World, Worlds
@@ -43,7 +44,7 @@ def loss_of(world: World, result: torch.Tensor, weights: torch.Tensor) -> torch.
 def close(found: torch.Tensor | None, expected: torch.Tensor | None) -> None:
     assert found is not None
     assert expected is not None
-    torch.testing.assert_close(found, expected)
+    assert_close(found, expected)
 
 
 def sum_of(world: World, gradient: torch.Tensor | None) -> torch.Tensor:
@@ -148,7 +149,7 @@ def check_dtypes(world: World) -> list[str]:
         expected = whole.t().conj().t() @ weight + bias
         for spec in world.specs(4, 6):
             found = F.linear(world.own(whole.t().conj().t()), world.shard(weight.t(), spec), bias)
-            torch.testing.assert_close(everybody(world, found), expected, rtol=0.1, atol=0.1)
+            assert_close(everybody(world, found), expected, rtol=0.1, atol=0.1)
             seen.append(str(found.dtype))
     if not isinstance(world, WorkerWorld):  # workers have settings of their own
         with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional, init
 
+from closeness import assert_close
 from gradwire.shard import ShardedTensor, dispatch
 from gradwire.shard.ops import pointwise
 from shard.worlds import GroupWorld, World, Worlds
@@ -46,7 +47,7 @@ def compare_products(world: World, a: Any, b: Any, plain_a: torch.Tensor, plain_
     found = a * b + (b / a - a)
     assert isinstance(found, ShardedTensor)
     full = found.full_tensor()
-    torch.testing.assert_close(full, expected)
+    assert_close(full, expected)
     weights = torch.linspace(0.0, 1.0, expected.numel(), dtype=torch.float64).view(expected.size())
     (expected * weights).sum().backward()
     world.backward((full * weights).sum())
@@ -111,11 +112,11 @@ def check_group_gradients(world: World) -> None:
         middle.retain_grad()
         (middle * middle).sum().backward()
         assert isinstance(tensor.grad, ShardedTensor)
-        torch.testing.assert_close(tensor.grad.full_tensor(), whole * 18)
+        assert_close(tensor.grad.full_tensor(), whole * 18)
         assert middle.grad is not None
-        torch.testing.assert_close(middle.grad.full_tensor(), whole * 6)
+        assert_close(middle.grad.full_tensor(), whole * 6)
         tensor.grad.mul_(2)
-        torch.testing.assert_close(tensor.grad.full_tensor(), whole * 36)
+        assert_close(tensor.grad.full_tensor(), whole * 36)
         tensor.grad = tensor.detach().clone()
         assert torch.equal(tensor.grad, whole)
         tensor.grad = None
@@ -309,7 +310,7 @@ def check_layer_norm(world: World) -> None:
             found = getattr(functional, name)(ours[0], (5,), *ours[1:], eps=1e-3)
             assert found.requires_grad
             full = found.full_tensor()
-            torch.testing.assert_close(full, expected)
+            assert_close(full, expected)
             world.backward((full * whole).sum())
             for mine, theirs in zip(ours, plain, strict=True):
                 assert theirs.grad is not None

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import assert_close
 from gradwire.shard import ShardedTensor, dispatch
 from gradwire.shard.ops import pointwise
 from gradwire.shard.ops.pointwise import FUNCTIONS
@@ -122,7 +123,7 @@ def check_function(world: World, key: str, turn: int) -> None:
     assert isinstance(found, ShardedTensor)
     assert (found.dtype, found.size(), found.requires_grad) == (expected.dtype, expected.size(), expected.requires_grad)
     full = found.full_tensor()
-    torch.testing.assert_close(full, expected, rtol=1e-12, atol=1e-12)
+    assert_close(full, expected, rtol=1e-12, atol=1e-12)
     if not expected.requires_grad:
         return
     weights = torch.rand(SIZE, generator=generator, dtype=torch.float64).to(expected.dtype)

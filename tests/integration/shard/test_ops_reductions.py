@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from closeness import assert_close
 from gradwire.shard import ShardedTensor, dispatch
 from shard.worlds import World, Worlds
 
@@ -118,7 +119,7 @@ def compare(world: World, whole: torch.Tensor, sharded: ShardedTensor, function:
     value = full(found)
     assert (value.dtype, value.size()) == (expected.dtype, expected.size())
     tolerance = 1e-10 if expected.dtype == torch.float64 else 1e-5
-    torch.testing.assert_close(value, expected, rtol=tolerance, atol=tolerance)
+    assert_close(value, expected, rtol=tolerance, atol=tolerance)
     assert found.requires_grad == expected.requires_grad
     if expected.requires_grad:
         weights = torch.arange(1.0, 1.0 + expected.numel()).view(expected.size()).to(expected.dtype)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from closeness import assert_close
 from gradwire.shard import ChunkShardingSpec, ShardedTensor, ShardingSpec
 from shard.worlds import World, Worlds
 
@@ -45,7 +46,7 @@ def check_views(world: World, views: Sequence[View], size: list[int], specs: Seq
                 assert isinstance(mine, ShardedTensor)
                 full = mine.full_tensor()
                 assert full.size() == other.size()
-                torch.testing.assert_close(full, other)
+                assert_close(full, other)
                 weights = torch.arange(1.0, other.numel() + 1, dtype=torch.float64).view(other.size())
                 total, plain_total = total + (full * weights).sum(), plain_total + (other * weights).sum()
             world.backward(total)
@@ -121,7 +122,7 @@ def check_rows(world: World) -> None:
     heads = hidden.view(hidden.size(0), 4, 2) * 2
     found = torch.nn.functional.linear(heads.flatten(1), b)
     assert not isinstance(found, ShardedTensor)
-    torch.testing.assert_close(world.join(found), batch @ first.t() * 2 @ second.t())
+    assert_close(world.join(found), batch @ first.t() * 2 @ second.t())
 
 
 @BACKENDS
@@ -156,7 +157,7 @@ def check_bmm(world: World) -> int:
         made = a.bmm(b) if left_spec else torch.bmm(input=a, mat2=b)
         assert isinstance(made, ShardedTensor)
         full = made.full_tensor()
-        torch.testing.assert_close(full, torch.bmm(left, right))
+        assert_close(full, torch.bmm(left, right))
         world.backward((full * weights).sum())
         world.assert_gradient(a, plain_left.grad)
         world.assert_gradient(b, plain_right.grad)

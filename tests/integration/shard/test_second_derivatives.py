@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
+from closeness import assert_close
 from gradwire.shard import ShardedTensor
 from shard.worlds import World, Worlds
 
@@ -39,7 +40,7 @@ def check_penalties(world: World) -> int:
             parts = [part for part in sharded._parts if isinstance(part, torch.Tensor)]
             penalty(parts, loss_of(world.own(inputs), sharded)).backward()
             assert whole.grad is not None
-            torch.testing.assert_close(world.full_gradient(sharded), whole.grad)
+            assert_close(world.full_gradient(sharded), whole.grad)
             num_checked += 1
     return num_checked
 

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import gradwire as gw
+from closeness import assert_close
 from gradwire.errors import ConfigurationError, OptimizerError
 from gradwire.params.grads import clamped, norm_of
 from gradwire.shard import (
@@ -230,14 +231,14 @@ def check_clipping(world: World) -> list[float]:
             expected.backward(0)
             want = torch.nn.utils.clip_grad_norm_(list(expected.named.values()), 0.5, norm_type)
             got = clip_grad_norm_(found.named.values(), 0.5, norm_type)
-            torch.testing.assert_close(got, want)
+            assert_close(got, want)
             assert isinstance(found.weight, ShardedTensor)
-            torch.testing.assert_close(world.full_gradient(found.weight), expected.weight.grad)
-            torch.testing.assert_close(found.bias.grad, expected.bias.grad)
+            assert_close(world.full_gradient(found.weight), expected.weight.grad)
+            assert_close(found.bias.grad, expected.bias.grad)
             totals.append(float(got))
     clip_grad_value_(found.named.values(), 0.01)
     torch.nn.utils.clip_grad_value_(list(expected.named.values()), 0.01)
-    torch.testing.assert_close(world.full_gradient(found.weight), expected.weight.grad)
+    assert_close(world.full_gradient(found.weight), expected.weight.grad)
     assert clip_grad_norm_([], 1.0) == 0.0
     for part in found.weight._parts:
         part.grad.fill_(math.inf)
@@ -262,7 +263,7 @@ def check_sparse(world: World) -> int:
                 F.embedding(ids, expected, sparse=True).square().sum().backward()
                 clip_grad_value_([found], 1.5)
                 expected.grad = clamped(expected.grad, 1.5)
-                torch.testing.assert_close(clip_grad_norm_([found], 1e9), norm_of(expected.grad, 2.0))
+                assert_close(clip_grad_norm_([found], 1e9), norm_of(expected.grad, 2.0))
                 optimizer.step()
                 plain.step()
             assert torch.equal(found.full_tensor(), expected)

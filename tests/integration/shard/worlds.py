@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
+from closeness import assert_close
 from gradwire.cluster.api import Cluster
 from gradwire.rref import RRef
 from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardingSpec, ShardMetadata
@@ -103,9 +104,9 @@ class World(ABC):
     def assert_gradient(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         """That a tensor got this gradient; sharded ones are looked at where that costs the least."""
         if not isinstance(tensor, ShardedTensor):
-            torch.testing.assert_close(self.gradient(tensor), expected, rtol=1e-10, atol=1e-12)
+            assert_close(self.gradient(tensor), expected, rtol=1e-10, atol=1e-12)
         else:
-            torch.testing.assert_close(self.full_gradient(tensor), expected, rtol=1e-10, atol=1e-12)
+            assert_close(self.full_gradient(tensor), expected, rtol=1e-10, atol=1e-12)
 
 
 class GroupWorld(World):
@@ -156,7 +157,7 @@ class GroupWorld(World):
         for shard in tensor.local_shards():  # every rank looks at its own
             box = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
             part = expected[tuple(slice(start, start + length) for start, length in box)]
-            torch.testing.assert_close(_dense(shard.tensor.grad), part, rtol=1e-10, atol=1e-12)
+            assert_close(_dense(shard.tensor.grad), part, rtol=1e-10, atol=1e-12)
         return None
 
 
