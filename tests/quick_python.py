@@ -58,7 +58,7 @@ class Request(TypedDict):
     folder: str
     namespace: str | None  # of the network
     new_session: bool
-    prepare: str | None  # a function to call first, as `_text_of` writes it
+    prepare: str | None  # a function that the program begins with, as `_text_of` writes it
     targets: list[int]  # the numbers that the descriptors of the message have in the program
 
 
@@ -305,11 +305,11 @@ def become(request: Request, descriptors: list[int], path: list[str]) -> NoRetur
         _prctl(_PR_SET_NAME, b"python")
         if request["new_session"]:
             os.setsid()
-        if request["prepare"] is not None:
-            pickle.loads(bytes.fromhex(request["prepare"]))()
         if request["namespace"] is not None:
             _enter_network(request["namespace"])
         _place(descriptors, request["targets"])
+        if request["prepare"] is not None:
+            pickle.loads(bytes.fromhex(request["prepare"]))()
         os.chdir(request["folder"])
         environment = request["environment"]
         os.environ.clear()

@@ -32,12 +32,12 @@ def groups(**checks: list[str]) -> pytest.MarkDecorator:
 
 @pytest.fixture(autouse=True)
 def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the programs of the checks need; the first check of each kind of cluster has fresh interpreters."""
+    """What the programs of the checks need; the first check of each kind of cluster starts fresh interpreters."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("JOB_FOLDER", str(tmp_path / "jobs"))
+    monkeypatch.setattr(subprocess, "Popen", quick_python.PopenOfPrograms)
     if "works" not in request.node.callspec.params["checks"]:
         monkeypatch.setenv(quick_python.NESTED, "1")
-        monkeypatch.setattr(subprocess, "Popen", quick_python.PopenOfPrograms)
 
 
 @groups(in_order=IN_ORDER)

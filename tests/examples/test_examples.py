@@ -74,6 +74,10 @@ LOGGED = re.compile(
 )
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
+ENVIRONMENTS = {
+    "on_ray.py": {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"},  # start workers on demand
+    "under_torchrun.py": {"OMP_NUM_THREADS": "1"},  # else torchrun logs that it has set it
+}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
 GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
@@ -140,8 +144,7 @@ def _result(program: Path, result: Path, runner: Ran) -> Ran:
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    threads = {"OMP_NUM_THREADS": "1"} if name in LAUNCHERS else {}  # else torchrun logs that it has set it
-    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **threads)
+    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **ENVIRONMENTS.get(name, {}))
     return {name: [_without_files(ran, folder)]}
 
 
