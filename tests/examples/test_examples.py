@@ -8,6 +8,7 @@ run at a time. Examples that start other processes themselves run in one of thei
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import quick_python
+from cluster.ray_nodes import nodes_of_a_program
 from documents import is_as_shown, shown_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -75,7 +77,6 @@ LOGGED = re.compile(
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 ENVIRONMENTS = {
-    "on_ray.py": {"RAY_prestart_worker_first_driver": "0", "RAY_enable_worker_prestart": "0"},  # start workers on demand
     "under_torchrun.py": {"OMP_NUM_THREADS": "1"},  # else torchrun logs that it has set it
 }
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
@@ -144,7 +145,11 @@ def _result(program: Path, result: Path, runner: Ran) -> Ran:
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **ENVIRONMENTS.get(name, {}))
+    environment = ENVIRONMENTS.get(name, {})
+    with contextlib.ExitStack() as stack:
+        if name == "on_ray.py":
+            environment = {"RAY_ADDRESS": stack.enter_context(nodes_of_a_program({"num_cpus": 2}))}
+        ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **environment)
     return {name: [_without_files(ran, folder)]}
 
 
