@@ -158,7 +158,8 @@ def fork_fork_servers() -> None:
     """Let the fork servers of clusters in this process be forks, too: those that are killed are replaced in milliseconds."""
     from gradwire.cluster import _forkserver
 
-    _forkserver.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": PopenOfPrograms})  # type: ignore[assignment]
+    theirs: Any = _forkserver
+    theirs.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": PopenOfPrograms})
 
 
 def close() -> None:
