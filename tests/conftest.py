@@ -78,6 +78,7 @@ def _own_temporary_folder() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_programs_end_with_the_session() -> Iterator[None]:
+    quick_python.fork_fork_servers()
     yield
     quick_python.close()
 

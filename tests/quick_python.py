@@ -19,8 +19,10 @@ import atexit
 import contextlib
 import ctypes
 import fcntl
+import functools
 import json
 import os
+import pickle
 import runpy
 import signal
 import socket
@@ -30,7 +32,7 @@ import tempfile
 import threading
 import traceback
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
 
@@ -56,6 +58,7 @@ class Request(TypedDict):
     folder: str
     namespace: str | None  # of the network
     new_session: bool
+    prepare: str | None  # a function that the program begins with, as `_text_of` writes it
     targets: list[int]  # the numbers that the descriptors of the message have in the program
 
 
@@ -151,6 +154,14 @@ def prepare() -> None:
         _own_source()
 
 
+def fork_fork_servers() -> None:
+    """Let the fork servers of clusters in this process be forks, too: those that are killed are replaced in milliseconds."""
+    from gradwire.cluster import _forkserver
+
+    theirs: Any = _forkserver
+    theirs.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": PopenOfPrograms})
+
+
 def close() -> None:
     """End the process that forks programs, if there is one; programs go on."""
     global _source
@@ -175,17 +186,21 @@ def _strip_prefix(command: list[str], environment: dict[str, str]) -> tuple[str 
     return namespace, list(words)
 
 
+def _text_of(function: Callable[[], object]) -> str:
+    return pickle.dumps(function).hex()
+
+
 class Popen(_PlainPopen[Any]):
     """`subprocess.Popen` of ``[sys.executable, ...]``: a script, ``-c text`` or ``-m module``, and its arguments.
 
-    ``ip netns exec NAME`` and ``env NAME=VALUE`` may stand in front.
+    ``ip netns exec NAME`` and ``env NAME=VALUE`` may stand in front. The source must be able to import ``preexec_fn``.
     """
 
     def _execute_child(  # type: ignore[override]
         self,
         args: Sequence[str],
         executable: None,
-        preexec_fn: None,
+        preexec_fn: Callable[[], object] | None,
         close_fds: bool,
         pass_fds: Sequence[int],
         cwd: str | os.PathLike[str] | None,
@@ -204,7 +219,7 @@ class Popen(_PlainPopen[Any]):
         _restore_signals, _gid, _gids, _uid, _umask, start_new_session, *_ = more
         environment = dict(os.environ if env is None else env)
         namespace, arguments = _strip_prefix([str(word) for word in args], environment)
-        assert (executable, preexec_fn, shell, close_fds) == (None, None, False, True)
+        assert (executable, shell, close_fds) == (None, False, True)
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = Request(
             arguments=arguments,
@@ -212,6 +227,7 @@ class Popen(_PlainPopen[Any]):
             namespace=namespace,
             folder=os.path.abspath(cwd or "."),
             new_session=start_new_session,
+            prepare=preexec_fn and _text_of(preexec_fn),
             targets=[0, 1, 2, *pass_fds],
         )
         try:
@@ -233,7 +249,7 @@ class PopenOfPrograms(Popen):
         is_ours = (
             isinstance(args, list | tuple) and args[0] == sys.executable and str(args[1]) not in ("-i", "-W", "-X")
         )
-        if is_ours and executable is preexec_fn is None:
+        if is_ours and executable is None and (preexec_fn is None or isinstance(preexec_fn, functools.partial)):
             super()._execute_child(args, *rest)
         else:
             _PlainPopen._execute_child(self, args, *rest)  # type: ignore[attr-defined]
@@ -293,6 +309,8 @@ def become(request: Request, descriptors: list[int], path: list[str]) -> NoRetur
         if request["namespace"] is not None:
             _enter_network(request["namespace"])
         _place(descriptors, request["targets"])
+        if request["prepare"] is not None:
+            pickle.loads(bytes.fromhex(request["prepare"]))()
         os.chdir(request["folder"])
         environment = request["environment"]
         os.environ.clear()

@@ -59,6 +59,7 @@ def _ask_for_worker(arguments: list[str]) -> None:
         folder=os.getcwd(),
         namespace=None,
         new_session=True,  # Ray ends the process group of a worker with it
+        prepare=None,
         targets=[0, 1, 2],
     )
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as channel:

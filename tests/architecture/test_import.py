@@ -33,7 +33,8 @@ print(json.dumps({
         ("checkpoint", "cluster", "nn", "optim", "rref", "shard"))],
     "names": [gradwire.nn.RemoteModule.__module__, gradwire.rpc.RRef.__module__, gradwire.rpc.remote.__module__],
     "rpc": sorted(set(gradwire.rpc.__all__) - set(dir(gradwire.rpc))),
-}))
+    "after_use": (gradwire.Cluster.ray, sorted(sys.modules))[1],
+}), flush=True)
 """
 
 
@@ -83,18 +84,36 @@ LIBRARIES = {"cloudpickle", "gradwire", "msgspec"}
 MAX_OWN_MODULES = 100
 
 
+IMPORTS = ("import gradwire\n", "import gradwire.compat\ngradwire.compat.install()\n")
+# One process for each import: copies of one that has torch and nothing of gradwire.
+EACH = """
+import os, torch
+for program in {programs!r}:
+    if os.fork() == 0:
+        exec(program)
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
+
+
 @pytest.fixture(scope="module")
-def outcome() -> dict[str, Any]:
-    """What happens in a fresh process that imports the package."""
-    found: dict[str, Any] = run(PROGRAM)
-    return found
+def outcomes() -> list[dict[str, Any]]:
+    """What happens in processes that import the package, and compat."""
+    return run(EACH.format(programs=[PROGRAM.replace(IMPORTS[0], text) for text in IMPORTS]))
 
 
-def run(program: str) -> Any:
+@pytest.fixture
+def outcome(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """What happens in a process that imports the package."""
+    return outcomes[0]
+
+
+def run(program: str) -> list[Any]:
+    """The lines that a fresh interpreter prints."""
     command = [sys.executable, "-W", "error", "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{program}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def test_no_thread_is_started(outcome: dict[str, Any]) -> None:
@@ -133,22 +152,21 @@ def test_few_modules_are_loaded(outcome: dict[str, Any]) -> None:
     assert len([name for name in outcome["modules"] if name.startswith("gradwire")]) <= MAX_OWN_MODULES
 
 
-def test_compat_brings_nothing_but_itself() -> None:
+def test_compat_brings_nothing_but_itself(outcomes: list[dict[str, Any]]) -> None:
     """Every rank of a program under compat pays for it."""
-    found = run(PROGRAM.replace("import gradwire\n", "import gradwire.compat\ngradwire.compat.install()\n"))
+    _, found = outcomes
     assert "gradwire.compat.tables" in found["modules"]
     others = tuple(name for name in DEFERRED if name != "gradwire.rref")
     assert loaded(found, (*HEAVY, *others)) == []
 
 
-def test_schedulers_are_imported_when_they_are_used() -> None:
-    found = run("import json, gradwire; gradwire.Cluster.ray\nprint(json.dumps(sorted(sys.modules)))")
-    assert [name for name in found if name.split(".")[0] in ("ray", "submitit")] == []
+def test_schedulers_are_imported_when_they_are_used(outcome: dict[str, Any]) -> None:
+    assert [name for name in outcome["after_use"] if name.split(".")[0] in ("ray", "submitit")] == []
 
 
 def test_the_command_line_does_without_torch() -> None:
     """`gradwire --help` has to appear at once; `run`, `status` and `keys` must not take a second to begin, either."""
-    found = run(
+    (found,) = run(
         "import json, gradwire_command, gradwire.cli.app\n"
         "names = {'torch', 'numpy', 'cryptography', 'rich.console'}\n"
         "first = sorted(names & set(sys.modules))\n"

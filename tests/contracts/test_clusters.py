@@ -20,24 +20,24 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--n
 IN_ORDER = [check for check in CLUSTER_CHECKS if check not in ("ctrl_c", "driver_death")]
 
 
-def tests(**checks: list[str]) -> pytest.MarkDecorator:
+def each(**checks: list[str]) -> pytest.MarkDecorator:
     """For each name a test with these checks."""
     return pytest.mark.parametrize("checks", checks.values(), ids=checks)
 
 
 def groups(**checks: list[str]) -> pytest.MarkDecorator:
     """For each name a test with these checks; and a test for each check at which the driver ends."""
-    return tests(**checks, ctrl_c=["ctrl_c"], driver_death=["driver_death"])
+    return each(**checks, ctrl_c=["ctrl_c"], driver_death=["driver_death"])
 
 
 @pytest.fixture(autouse=True)
 def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the programs of the checks need; the first check of each kind of cluster has fresh interpreters."""
+    """What the programs of the checks need; the first check of each kind of cluster starts fresh interpreters."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("JOB_FOLDER", str(tmp_path / "jobs"))
+    monkeypatch.setattr(subprocess, "Popen", quick_python.PopenOfPrograms)
     if "works" not in request.node.callspec.params["checks"]:
         monkeypatch.setenv(quick_python.NESTED, "1")
-        monkeypatch.setattr(subprocess, "Popen", quick_python.PopenOfPrograms)
 
 
 @groups(in_order=IN_ORDER)
@@ -56,7 +56,7 @@ def test_slurm_on_this_machine(checks: list[str]) -> None:
     check_cluster("cluster_starts:start_slurm", checks=checks)
 
 
-@tests(works=["works"], driver_death=["driver_death"])
+@each(works=["works"], driver_death=["driver_death"])
 @pytest.mark.slow
 def test_ray_that_the_driver_starts(checks: list[str]) -> None:
     """Ray ends with the driver."""
@@ -69,7 +69,7 @@ def ray_address() -> Iterator[str]:
         yield address
 
 
-@tests(others_in_order=[check for check in IN_ORDER if check != "works"], ctrl_c=["ctrl_c"])
+@each(others_in_order=[check for check in IN_ORDER if check != "works"], ctrl_c=["ctrl_c"])
 @pytest.mark.slow
 def test_ray_that_the_driver_joins(checks: list[str], ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray_address)

@@ -8,6 +8,7 @@ run at a time. Examples that start other processes themselves run in one of thei
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple
 import pytest
 
 import quick_python
+from cluster.ray_nodes import nodes_of_a_program
 from documents import is_as_shown, shown_in
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -74,6 +76,9 @@ LOGGED = re.compile(
 )
 ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
+ENVIRONMENTS = {
+    "under_torchrun.py": {"OMP_NUM_THREADS": "1"},  # else torchrun logs that it has set it
+}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
 GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
@@ -140,8 +145,11 @@ def _result(program: Path, result: Path, runner: Ran) -> Ran:
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    threads = {"OMP_NUM_THREADS": "1"} if name in LAUNCHERS else {}  # else torchrun logs that it has set it
-    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **threads)
+    environment = ENVIRONMENTS.get(name, {})
+    with contextlib.ExitStack() as stack:
+        if name == "on_ray.py":
+            environment = {"RAY_ADDRESS": stack.enter_context(nodes_of_a_program({"num_cpus": 2}))}
+        ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **environment)
     return {name: [_without_files(ran, folder)]}
 
 

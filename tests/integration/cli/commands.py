@@ -1,4 +1,4 @@
-"""The `gradwire` command, run as people run it: in a process of its own."""
+"""The `gradwire` command, run as people run it: in a process of its own, which is a fork where not said otherwise."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import gradwire
+import quick_python
 from cluster.processes import processes_with
 from gradwire.testing import wait_until
 
@@ -30,14 +31,15 @@ def environment(**variables: str) -> dict[str, str]:
 
 def run_command(*arguments: str, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
     """Runs ``gradwire <arguments>`` to its end."""
+    command = [sys.executable, "-m", "gradwire_command", *arguments]
+    return quick_python.run(command, timeout=_END_S, env=environment(**variables), cwd=cwd)
+
+
+def run_fresh_command(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """As `run_command`, in an interpreter that has imported nothing."""
+    command = [sys.executable, "-m", "gradwire_command", *arguments]
     return subprocess.run(
-        [sys.executable, "-m", "gradwire_command", *arguments],
-        env=environment(**variables),
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=_END_S,
-        check=False,
+        command, timeout=_END_S, env=environment(**variables), capture_output=True, text=True, check=False
     )
 
 
@@ -47,7 +49,9 @@ def run_in_terminal(*arguments: str, press: bytes, after: bytes, **variables: st
     try:
         command = [sys.executable, "-m", "gradwire_command", *arguments]
         place = environment(TERM="xterm", **variables)
-        with subprocess.Popen(command, env=place, stdin=far, stdout=far, stderr=far, start_new_session=True) as process:
+        with quick_python.Popen(
+            command, env=place, stdin=far, stdout=far, stderr=far, start_new_session=True
+        ) as process:
             shown, until = b"", time.monotonic() + _END_S
             try:
                 while after not in shown:
@@ -77,7 +81,7 @@ class Running:
     ) -> None:
         name, value = "TEST_MARK", uuid.uuid4().hex
         self._mark = f"{name}={value}"
-        self.process = subprocess.Popen(
+        self.process = quick_python.Popen(
             [sys.executable, *(["-m", "gradwire_command"] if program is None else [program]), *arguments],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, **options},
             env=environment(**{name: value, **(variables or {})}),

@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 
 import gradwire
-from cli.commands import environment, run_command, write_program
+import quick_python
+from cli.commands import environment, run_command, run_fresh_command, write_program
 
 
 def test_version_and_help_come_without_torch() -> None:
@@ -27,7 +28,7 @@ def test_version_and_help_come_without_torch() -> None:
     times = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = run_command("--version")
+        done = run_fresh_command("--version")
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert (done.returncode, done.stdout) == (0, f"gradwire {gradwire.__version__}\n")
@@ -36,7 +37,7 @@ def test_version_and_help_come_without_torch() -> None:
 
 def test_python_m_gradwire_is_the_same() -> None:
     command = [sys.executable, "-m", "gradwire", "keys", "--help"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60, check=False)
+    done = quick_python.run(command, env=environment(), timeout=60)
     assert done.returncode == 0
     assert done.stdout == run_command("keys", "--help").stdout
 
@@ -85,7 +86,7 @@ def test_compat_needs_a_program_that_exists() -> None:
 
 
 def test_the_doctor_starts_a_worker_and_compares_a_gradient() -> None:
-    done = run_command("doctor", "--json")
+    done = run_command("doctor", "--json", **{quick_python.NESTED: "1"})
     report = json.loads(done.stdout)
     assert (done.returncode, report["passed"]) == (0, True), done.stdout
     found = {item["name"]: item for item in report["findings"]}
@@ -97,7 +98,7 @@ def test_the_doctor_fails_where_the_self_test_does(tmp_path: Path) -> None:
     """A worker that cannot start, since torch is broken, is a finding with a next step, and code 1."""
     write_program(tmp_path, "raise ImportError('torch is broken')", "torch.py")
     source = environment()["PYTHONPATH"]
-    done = run_command("doctor", PYTHONPATH=f"{tmp_path}:{source}")
+    done = run_fresh_command("doctor", PYTHONPATH=f"{tmp_path}:{source}")
     assert done.returncode == 1
     assert "ImportError: torch is broken" in done.stdout
     assert "gradwire does not work here." in done.stdout

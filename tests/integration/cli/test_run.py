@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import gradwire
-from cli.commands import Running, run_command, write_program
+import quick_python
+from cli.commands import Running, run_command, run_fresh_command, write_program
 from cluster.processes import children_of
 
 PRINTS = """
@@ -58,7 +59,7 @@ def test_init_rpc_meets_in_every_rank(tmp_path: Path) -> None:
     """The program of the documentation, with the output that is shown there."""
     page = (Path(__file__).parents[3] / "docs" / "guides" / "command-line.md").read_text()
     program, output = re.findall(r"^```text\n(import os\n.*?|\$ gradwire run -n 2 ring.py\n.*?)^```", page, re.M | re.S)
-    done = run_command("run", "-n", "2", write_program(tmp_path, program))
+    done = run_fresh_command("run", "-n", "2", write_program(tmp_path, program))
     assert (done.returncode, sorted(done.stdout.splitlines())) == (0, sorted(output.splitlines()[1:])), done.stderr
 
 
@@ -74,7 +75,7 @@ def test_from_env_makes_a_cluster_of_the_ranks(tmp_path: Path) -> None:
                 print([worker.call(torch.add, torch.tensor(1), 1).item() for worker in cluster.workers])
         """,
     )
-    done = run_command("run", "-n", "3", program)
+    done = run_command("run", "-n", "3", program, **{quick_python.NESTED: "1"})
     assert (done.returncode, done.stdout) == (0, "[rank0] [2, 2]\n"), done.stderr
     assert "2 workers on 1 host" in done.stderr
 

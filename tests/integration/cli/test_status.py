@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import quick_python
 from cli.commands import Running, run_command, run_in_terminal, write_program
 
 DRIVER = """
@@ -40,7 +41,8 @@ def folder() -> Iterator[str]:
 def test_status_shows_clusters_and_their_workers_until_they_are_closed(tmp_path: Path, folder: str) -> None:
     place = {"XDG_RUNTIME_DIR": folder}
     program = write_program(tmp_path, DRIVER, "train.py")
-    with Running("--lr", "0.1", program=program, variables=place, stdin=subprocess.PIPE) as driver:
+    quick = {**place, quick_python.NESTED: "1"}
+    with Running("--lr", "0.1", program=program, variables=quick, stdin=subprocess.PIPE) as driver:
         (name,) = driver.lines(1)
         assert name == f"train-{driver.process.pid}"
 

@@ -7,7 +7,7 @@ import os
 import secrets
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 
 import quick_python
@@ -72,7 +72,7 @@ def started(
     *,
     ranks: range | None = None,
     before: Mapping[int, list[str]] | None = None,
-    fresh: bool = False,
+    fresh: Container[int] = (),
     **more: str,
 ) -> Iterator[list[Rank]]:
     """All ranks of a program.
@@ -82,7 +82,7 @@ def started(
         world_size: The number of ranks.
         ranks: Those that are started; all of them if not given.
         before: Words for the front of a rank's command.
-        fresh: Whether each has an interpreter of its own from the start; else it is a fork.
+        fresh: Those that have an interpreter of their own from the start; others are forks.
         **more: For the environment.
     """
     outside = outside_environment() | {
@@ -94,7 +94,7 @@ def started(
     try:
         for number in ranks or range(world_size):
             command = [*(before or {}).get(number, []), sys.executable, str(script)]
-            running.append(Rank(number, command, outside | {"GRADWIRE_RANK": str(number)}, fresh))
+            running.append(Rank(number, command, outside | {"GRADWIRE_RANK": str(number)}, number in fresh))
         yield running
     finally:
         for rank in running:

@@ -29,10 +29,19 @@ class Script:
         folder: Where it runs.
         text: The program; without it, an interactive interpreter is started that reads what `enter` gives it.
         fresh: Whether it and what it starts have interpreters of their own from the start; else they are forks.
+        starts_fresh: Whether what it starts has, though the program itself is a fork.
         **streams: For `subprocess.Popen`.
     """
 
-    def __init__(self, folder: Path, text: str | None = None, *, fresh: bool = False, **streams: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        text: str | None = None,
+        *,
+        fresh: bool = False,
+        starts_fresh: bool = False,
+        **streams: Any,
+    ) -> None:
         self.mark = f"TEST_MARK={uuid.uuid4().hex}"
         self.temp = Path(tempfile.mkdtemp(prefix="gwt-", dir="/tmp"))  # short: sockets have short paths
         arguments = ["-i", "-q"]
@@ -44,7 +53,7 @@ class Script:
         environment = {**os.environ, name: value, "TMPDIR": str(self.temp), "PYTHONPATH": _SOURCE}
         popen: type[subprocess.Popen[Any]] = subprocess.Popen
         if not fresh and text is not None:
-            popen, environment[quick_python.NESTED] = quick_python.Popen, "1"
+            popen, environment[quick_python.NESTED] = quick_python.Popen, "" if starts_fresh else "1"
         self.process = popen(
             [sys.executable, *arguments],
             **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams},

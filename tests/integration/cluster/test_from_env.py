@@ -42,7 +42,7 @@ except gw.errors.ConfigurationError as error:
 """,
     )
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="gw") as folder:  # short: sockets go there
-        with started(script, 3, fresh=True, TMPDIR=folder) as ranks:
+        with started(script, 3, fresh=(0, 1), TMPDIR=folder) as ranks:
             (code, out, err), *others = [rank.end() for rank in ranks]
         assert os.listdir(folder) == [], "files that were left"
     assert code == 0, err

@@ -52,6 +52,7 @@ def _press_in_gradwire() -> None:
     exec("press()", {"__name__": "gradwire.example", "press": lambda: signal.raise_signal(signal.SIGINT)})
 
 
+@pytest.mark.usefixtures("fresh_fork_servers")
 def test_while_the_fork_server_starts(interrupt: Interrupt) -> None:
     close_idle_fork_server()
     before = set(children_of(os.getpid()))  # of other tests in this process

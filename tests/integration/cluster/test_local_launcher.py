@@ -178,6 +178,7 @@ def test_the_death_of_the_fork_server_is_the_death_of_its_workers(launcher: Loca
         wait_until(lambda pid=handle.pid: not is_there(pid))
 
 
+@pytest.mark.usefixtures("fresh_fork_servers")
 def test_another_fork_server_takes_the_place_of_one_that_was_killed(launcher: LocalLauncher) -> None:
     handles = launcher.start(_specs(2), _ignore, 30)
     first = launcher._fork_server.pid
@@ -233,6 +234,7 @@ def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.Monk
         LocalLauncher(60)
 
 
+@pytest.mark.usefixtures("fresh_fork_servers")
 def test_a_fork_server_that_is_too_slow_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     close_idle_fork_server()
     with pytest.raises(WorkerStartFailed, match="did not import torch in time"):
@@ -245,6 +247,7 @@ class _Terminal(io.StringIO):
         return True
 
 
+@pytest.mark.usefixtures("fresh_fork_servers")
 def test_the_import_of_torch_is_part_of_the_progress_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = _Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)

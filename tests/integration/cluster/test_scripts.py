@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 import os
 import re
@@ -134,7 +135,7 @@ with Cluster.local(2) as cluster:
 
 def test_the_death_of_the_driver_during_the_start_ends_all(tmp_path: Path) -> None:
     text = _HEAD + "show(os.getpid())\ncluster = Cluster.local(2)\n"
-    with Script(tmp_path, text, fresh=True) as script:
+    with Script(tmp_path, text, starts_fresh=True) as script:
         script.line()
         wait_until(lambda: len(processes_with(script.mark)) > 1)
         script.process.kill()
@@ -144,7 +145,7 @@ def test_the_death_of_the_driver_during_the_start_ends_all(tmp_path: Path) -> No
 
 def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
     text = _HEAD + "show('starting')\nwith Cluster.local(2):\n    show('started')\n    threading.Event().wait(60)\n"
-    with Script(tmp_path, text, fresh=True) as script:
+    with Script(tmp_path, text, starts_fresh=True) as script:
         assert script.line() == '"starting"'
         wait_until(lambda: len(processes_with(script.mark)) > 1)
         script.process.send_signal(signal.SIGINT)
@@ -189,7 +190,7 @@ except KeyboardInterrupt:
     screen = _Screen(keyboard)
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     try:
-        with Script(tmp_path, text, fresh=True, **streams, preexec_fn=_take_terminal) as script:
+        with Script(tmp_path, text, **streams, preexec_fn=_take_terminal) as script:
             shown = screen.read_until(", 11]")
             for _ in range(3):
                 shown += screen.read_until("working")  # what a worker prints may come after what it returns
@@ -208,8 +209,7 @@ except KeyboardInterrupt:
     assert sorted(int(number) for number in re.findall(r"item (\d+)\r\n", shown)) == list(range(12))
 
 
-def _take_terminal() -> None:
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+_take_terminal = functools.partial(fcntl.ioctl, 0, termios.TIOCSCTTY, 0)
 
 
 class _Screen:

@@ -87,6 +87,7 @@ def ask_pid(name: str) -> int:
 # -- restarts ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("fresh_fork_servers")
 def test_workers_come_back_when_their_fork_server_was_killed(cluster: Cluster) -> None:
     pids = [worker.pid for worker in cluster.workers]
     os.kill(fork_server_of(cluster), signal.SIGKILL)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -16,6 +15,7 @@ import torch.distributed.rpc as rpc
 from torch.distributed.rpc.api import rpc_sync
 
 import gradwire
+import quick_python
 from gradwire import compat
 from gradwire.compat import tables
 from gradwire.compat.patching import MISSING
@@ -131,7 +131,7 @@ print(*[getattr(*place).__name__ for place in PLACES])
 
 
 def test_torch_s_modules_that_are_imported_later_are_changed_then_and_changed_back() -> None:
-    run = subprocess.run([sys.executable, "-c", LATER], capture_output=True, text=True, timeout=100, check=False)
+    run = quick_python.run([sys.executable, "-c", LATER], timeout=100)
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == [
         "",
@@ -176,7 +176,7 @@ def test_torch_s_own_workers_must_be_gone(tmp_path: object) -> None:
         "gradwire.compat.install()\n"
         "print(rpc.rpc_sync.__module__)\n"
     )
-    run = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=60, check=True)
+    run = quick_python.run([sys.executable, "-c", text], timeout=60, check=True)
     first, second = run.stdout.splitlines()
     assert "torch's own rpc is running" in first
     assert second.startswith("gradwire.")

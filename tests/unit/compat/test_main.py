@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import quick_python
-from gradwire.compat.__main__ import _BOOTSTRAP, main
+from gradwire.compat.__main__ import main
 
 PROGRAM = Path(__file__).with_name("torch_program.py")
 
@@ -37,9 +37,10 @@ def python(*arguments: str, cwd: Path | None = None, **environment: str) -> subp
     )
 
 
-def run(*arguments: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a program on gradwire, as a fork; those that it starts have interpreters of their own."""
-    return quick_python.run([sys.executable, *COMPAT, *arguments], timeout=100, cwd=cwd)
+    command = [sys.executable, *COMPAT, *arguments]
+    return quick_python.run(command, timeout=100, cwd=cwd, env={**os.environ, **environment})
 
 
 @pytest.mark.parametrize(
@@ -109,20 +110,10 @@ def test_pytest_runs_as_a_module(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ranks_in_fresh_interpreters_are_gradwire_s(tmp_path: Path) -> None:
+def test_a_rank_in_a_fresh_interpreter_is_gradwire_s(tmp_path: Path) -> None:
     done = run(str(PROGRAM), str(tmp_path / "meeting"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["gradwire.compat.torch_api", "weight", "0.5"]  # 2 - 0.5 * d(2 * 3)/d2 = 2 - 0.5 * 3
-
-
-def test_an_interpreter_that_imports_gradwire_before_torch_has_both(tmp_path: Path) -> None:
-    """As the process does that workers of a cluster are forked from."""
-    (tmp_path / "child.py").write_text(
-        "import gradwire, torch.distributed.rpc\nprint(torch.distributed.rpc.rpc_sync.__module__)"
-    )
-    path = os.pathsep.join(filter(None, (_BOOTSTRAP, os.environ.get("PYTHONPATH"))))
-    done = python("child.py", cwd=tmp_path, GRADWIRE_COMPAT="1", PYTHONPATH=path)
-    assert (done.stdout, done.stderr) == ("gradwire.compat.torch_api\n", "")
 
 
 CLUSTER = """
@@ -155,14 +146,21 @@ def test_a_folder_is_run_with_its_modules(tmp_path: Path) -> None:
     assert done.stdout.split() == ["__main__", "['a',", "'b']", str(tmp_path), "7"]
 
 
-@pytest.mark.slow
-def test_another_sitecustomize_still_runs(tmp_path: Path) -> None:
+CHILD = """
+import sys
+print('torch' in sys.modules)
+import gradwire, torch.distributed.rpc
+print(torch.distributed.rpc.rpc_sync.__module__)
+"""
+
+
+def test_an_interpreter_that_imports_gradwire_before_torch_has_both(tmp_path: Path) -> None:
+    """As the process does that workers of a cluster are forked from. Another ``sitecustomize`` still runs in it."""
     (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
     script = tmp_path / "script.py"
-    child = "import sys; print('torch' in sys.modules); import torch; print(torch.distributed.rpc.rpc_sync.__module__)"
-    script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}], check=True)\n")
-    done = python(*COMPAT, str(script), PYTHONPATH=str(tmp_path))
-    assert done.stdout.split() == ["theirs", "theirs", "False", "gradwire.compat.torch_api"], done.stderr
+    script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}], check=True)\n")
+    done = run(str(script), PYTHONPATH=str(tmp_path))
+    assert (done.stdout.split(), done.stderr) == (["theirs", "False", "gradwire.compat.torch_api"], "")
 
 
 @pytest.mark.parametrize(("arguments", "code"), [((), 2), (("--help",), 0), (("-m",), 2), (("/no/such/script.py",), 2)])

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
+
+import quick_python
 
 IMPORTED_LATER = """
     import sys
@@ -98,13 +99,7 @@ USED_BY_TORCH = """
 
 
 def run(program: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = quick_python.run([sys.executable, "-c", textwrap.dedent(program)], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

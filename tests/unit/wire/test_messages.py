@@ -6,6 +6,8 @@ import json
 import subprocess
 import sys
 
+import quick_python
+
 PROGRAM = """
 import gc, json, msgspec, gradwire
 import gradwire.autograd._backward_state
@@ -52,6 +54,5 @@ for _ in range(100):
 
 def test_threads_that_read_the_same_type_first_do_no_harm() -> None:
     """Two workers that ask an owner for the first step at the same moment, say."""
-    command = [sys.executable, "-c", f"import sys; sys.path[:0] = {sys.path!r}\n{THREADS}"]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    run = quick_python.run([sys.executable, "-c", THREADS], timeout=100)
     assert (run.returncode, run.stderr) == (0, "")
