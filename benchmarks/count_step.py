@@ -46,7 +46,8 @@ def count(frame: FrameType, event: str, argument: Any) -> None:
     """Note a call, as a profiler of one thread."""
     if is_counting:
         if event == "call":
-            counts[frame.f_code.co_filename, frame.f_code.co_qualname] += 1
+            code = frame.f_code  # has its qualified name only from Python 3.11 on
+            counts[code.co_filename, f"{code.co_name} (line {code.co_firstlineno})"] += 1
         elif event == "c_call":
             name = getattr(argument, "__qualname__", str(argument))
             if name not in BUSY_POLLING:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+from importlib import metadata
 from pathlib import Path
 
 import yaml
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 import gradwire
 
@@ -32,6 +34,12 @@ def extras() -> dict[str, list[Requirement]]:
     }
 
 
+def constraints() -> list[Requirement]:
+    """Return the exact versions in constraints.txt."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    return [Requirement(line) for line in lines if line and not line.startswith("#")]
+
+
 def test_one_version() -> None:
     assert 'dynamic = ["version"]' in PROJECT
     pattern = re.search(r"pattern = '(.*)'", table("tool.hatch.version"))
@@ -51,14 +59,28 @@ def test_the_extras() -> None:
 
 
 def test_every_requirement_has_an_exact_version() -> None:
-    pinned = {
-        Requirement(line).name
-        for line in (ROOT / "constraints.txt").read_text().splitlines()
-        if line and not line.startswith("#")
-    }
+    pinned = {requirement.name for requirement in constraints()}
     direct = [Requirement(line) for line in re.findall(r'^    "(.+?[<>=].+?)",$', table("project"), re.MULTILINE)]
     needed = {requirement.name for requirement in [*direct, *(item for items in extras().values() for item in items)]}
     assert {"torch", "ray", "starlette", "twine"} <= needed <= pinned
+
+
+def test_the_exact_versions_can_be_installed_on_the_oldest_python() -> None:
+    """Of the packages that are installed here; the documentation is built on a newer Python."""
+    oldest = re.search(r'^requires-python = ">=(.+)"$', PROJECT, re.MULTILINE)
+    assert oldest is not None
+    docs = {requirement.name for requirement in extras()["docs"]}
+    installed = {package.metadata["Name"].lower().replace("_", "-"): package for package in metadata.distributions()}
+    checked = set()
+    for pin in constraints():
+        package = installed.get(pin.name)
+        if pin.name in docs or package is None or package.version not in pin.specifier:
+            continue
+        if pin.marker is None or pin.marker.evaluate({"python_version": oldest[1]}):
+            supported = SpecifierSet(package.metadata.get("Requires-Python", ""))
+            assert f"{oldest[1]}.99" in supported, f"{pin} does not support Python {oldest[1]}"
+            checked.add(pin.name)
+    assert {"torch", "pytest", "ray"} <= checked
 
 
 def test_types_are_shipped() -> None:

@@ -376,7 +376,7 @@ def _check(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
         for item in value:
             yield from _check(item, seen)
-    elif isinstance(value, type):
+    elif issubclass(type(value), type):  # Python 3.10 says that list[int] is an instance of type
         if value.__module__ in _MAIN_MODULES or "<" in value.__qualname__:
             raise _Changeable
         yield value

@@ -233,7 +233,7 @@ def check_conversions(world: World) -> None:
     world.assert_gradient(tensor, torch.full((7, 5), 2.0, dtype=torch.float64))
     assert torch.equal(tensor.contiguous(), whole)
     if not torch.cuda.is_available():
-        with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        with pytest.raises((AssertionError, RuntimeError), match=r"CUDA|NVIDIA"):  # builds with CUDA miss the driver
             tensor.cuda().sum()
 
 

@@ -535,6 +535,7 @@ def test_one_pickle_serves_many_calls(source: str, names: dict[str, Any], args: 
         ("def f(): return values", {"values": torch.ones(1)}),
         ("def f(): return model", {"model": torch.nn.Linear(1, 1)}),
         ("class C: pass\ndef f(): return C", {}),
+        ("class C: pass\nkind = list[C]\ndef f(): return kind", {}),
         ("def f(x=[]): return x", {}),
         ("def f():\n    global n\n    n += 1\n    return n", {"n": 0}),
         ("def g():\n    global n\n    n += 1\n    return n\ndef f(): return g()", {"n": 0}),
