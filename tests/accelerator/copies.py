@@ -631,6 +631,7 @@ def keep_the_timeout() -> None:
     """A call does not wait longer than its time for a tensor that the device is still computing."""
     device.check_stand_in()
     with local_agents(2) as (a, _), device.asynchronous(1.0):
+        assert a.call("b", _echo, (1,)) == 1  # they are connected
         made, event = _write_later([torch.arange(4.0)])
         torch.accelerator.current_stream(ZERO).wait_event(event)
         with pytest.raises(RpcTimeout, match=f"{ZERO} has not computed"):

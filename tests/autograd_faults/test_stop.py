@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,7 +19,8 @@ from autograd_faults.worlds import (
     wait_dropped,
     wait_for_file,
 )
-from gradwire.cluster.api import Cluster, Worker
+from cluster.processes import stopped
+from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, RpcTimeout
 from gradwire.testing import wait_until
 
@@ -31,24 +28,6 @@ MODES = pytest.mark.parametrize("mode", ["smart", "fast"])
 TIMEOUT_S = 0.5
 LATE_S = 1.8
 """No wait may last longer than this beyond its deadline: less than a probe takes that nobody hurries."""
-
-
-def _is_stopped(pid: int | None) -> bool:
-    states = [path.read_text().rpartition(")")[2].split()[0] for path in Path(f"/proc/{pid}/task").glob("*/stat")]
-    return set(states) == {"T"}
-
-
-@contextmanager
-def stopped(worker: Worker) -> Iterator[None]:
-    """The worker's process does nothing inside; nobody can tell that from one that thinks."""
-    assert worker.pid is not None
-    os.kill(worker.pid, signal.SIGSTOP)
-    try:
-        # The signal is on its way to each of its threads: until then they may answer.
-        wait_until(lambda: _is_stopped(worker.pid), 20.0, "that the process is stopped")
-        yield
-    finally:
-        os.kill(worker.pid, signal.SIGCONT)
 
 
 @MODES
@@ -60,7 +39,7 @@ def test_stopped_past_the_deadline(cluster: Cluster, mode: str, is_gated: bool) 
     with gw.autograd.context() as ctx:
         hidden = x * 2
         loss = first.call(tasks.through, hidden, [second.name]).sum() + (hidden.sum() if is_gated else 0)
-        with stopped(second):
+        with stopped(second.pid):
             started = time.monotonic()
             with pytest.raises(
                 BackwardFailed, match=r"timed out after 0\.5 s.*tasks:through.*worker0 to worker1"
@@ -80,7 +59,7 @@ def test_stopped_with_a_gradient_that_fills_the_connection(cluster: Cluster) -> 
     x = torch.ones(4_000_000, requires_grad=True)
     with gw.autograd.context() as ctx:
         loss = first.call(torch.mul, x, 2.0).sum()
-        with stopped(first):
+        with stopped(first.pid):
             started = time.monotonic()
             with pytest.raises(BackwardFailed):
                 ctx.backward(loss, timeout=TIMEOUT_S)
@@ -94,7 +73,7 @@ def test_graph_shows_who_does_not_answer(cluster: Cluster) -> None:
     first, second, _ = cluster.workers
     with gw.autograd.context() as ctx:
         loss = first.call(tasks.through, make_input(), [second.name]).sum()
-        with stopped(second):
+        with stopped(second.pid):
             started = time.monotonic()
             graph = ctx.graph(loss, timeout=TIMEOUT_S)
             assert time.monotonic() - started < TIMEOUT_S + LATE_S
@@ -115,7 +94,7 @@ def test_stopped_and_released(cluster: Cluster) -> None:
     context = gw.autograd.context()
     context.__enter__()
     first.call(tasks.through, x, [second.name, third.name])
-    with stopped(first):
+    with stopped(first.pid):
         started = time.monotonic()
         context.__exit__()
         assert time.monotonic() - started < LATE_S
@@ -127,7 +106,7 @@ def test_stopped_in_forward(cluster: Cluster) -> None:
     """The call fails by its own deadline, and arrives when nobody waits for it: the context is over by then."""
     first = cluster.workers[0]
     x = make_input()
-    with gw.autograd.context(), stopped(first), pytest.raises(RpcTimeout):
+    with gw.autograd.context(), stopped(first.pid), pytest.raises(RpcTimeout):
         first.with_timeout(TIMEOUT_S).call(tasks.through, x, ["worker1"])
     check_works(cluster.workers)
 
@@ -178,7 +157,7 @@ def test_report_that_comes_too_late_to_be_sent(cluster: Cluster, tmp_path: Path,
         loss = first.call(tasks.through, x, [second.name], "holds", str(tmp_path)).sum()
         backward = begin_backward(ctx, loss, mode=mode, timeout=TIMEOUT_S)
         wait_for_file(tmp_path)
-        with stopped(first):
+        with stopped(first.pid):
             assert isinstance(backward.wait(), BackwardFailed)
             go_on(tmp_path)
             wait_dropped(ctx, [second, third])

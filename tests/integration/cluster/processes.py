@@ -1,9 +1,14 @@
-"""Finding processes."""
+"""Finding processes, and stopping them."""
 
 from __future__ import annotations
 
 import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from gradwire.testing import wait_until
 
 
 def is_there(pid: int) -> bool:
@@ -41,3 +46,20 @@ def thread_states(pid: int) -> list[str]:
     """The kernel's letter for each thread of a process, e.g. ``T`` for one that was stopped."""
     stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
     return [stat.rpartition(")")[2].split()[0] for stat in stats]
+
+
+def stop(pid: int) -> None:
+    """Stop a process. The signal reaches its threads one by one, and until then they may answer: wait for all."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: set(thread_states(pid)) == {"T"}, 20.0, "that the process is stopped")
+
+
+@contextmanager
+def stopped(pid: int | None) -> Iterator[None]:
+    """A process does nothing inside; nobody can tell that from one that thinks."""
+    assert pid is not None
+    try:
+        stop(pid)
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)

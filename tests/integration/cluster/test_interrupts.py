@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from cluster import tasks
-from cluster.processes import children_of, is_there, thread_states
+from cluster.processes import children_of, is_there, stopped
 from gradwire import _interrupts
 from gradwire.cluster._forkserver import ForkServerProcess, close_idle_fork_server
 from gradwire.cluster._supervisor import Supervisor
@@ -90,14 +90,10 @@ def test_map_is_given_up(interrupt: Interrupt, tmp_path: Path, owner: type, name
 def test_status_is_given_up(interrupt: Interrupt) -> None:
     with Cluster.local(1) as cluster:
         assert cluster.status()[0].calls_served == 0  # it is connected
-        pid = cluster.workers[0].pid
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)  # and does not answer any more
-        wait_until(lambda: set(thread_states(pid)) == {"T"}, 20.0, "that the worker stands still")
-        interrupt(Agent, "ask_all")
-        with _interrupts.installed(), pytest.raises(KeyboardInterrupt):
-            cluster.status()
-        os.kill(pid, signal.SIGCONT)
+        with stopped(cluster.workers[0].pid):  # and does not answer any more
+            interrupt(Agent, "ask_all")
+            with _interrupts.installed(), pytest.raises(KeyboardInterrupt):
+                cluster.status()
         assert cluster.status()[0].state == "running"
 
 

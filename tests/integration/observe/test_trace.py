@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import signal
 import socket
 import threading
 import time
@@ -17,6 +17,7 @@ import torch
 from click.testing import Result
 from typer.testing import CliRunner
 
+from cluster.processes import stopped
 from gradwire import Cluster, autograd, rpc
 from gradwire.cli.app import app
 from gradwire.cli.status_view import choose_socket
@@ -295,18 +296,12 @@ def test_worker_that_does_not_answer_is_left_out(
 ) -> None:
     """It hears of the trace when that is over, and does not go on recording; see `leak_check`."""
     monkeypatch.setattr(trace_module, "_ASK_S", 0.5)
-    pid = cluster.workers[1].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        trace = cluster.trace(tmp_path / "run.zip")
+    trace = cluster.trace(tmp_path / "run.zip")
+    with contextlib.ExitStack() as recording, stopped(cluster.workers[1].pid):
         started = time.monotonic()
-        with trace:
-            assert time.monotonic() - started < 30.0
-            rpc.rpc_sync("worker0", abs, args=(-1,))
-            os.kill(pid, signal.SIGCONT)
-    finally:
-        os.kill(pid, signal.SIGCONT)
+        recording.enter_context(trace)
+        assert time.monotonic() - started < 30.0
+        rpc.rpc_sync("worker0", abs, args=(-1,))
     others = {item.name: item for item in trace.workers}
     assert others["worker0"].problem is None
     assert others["worker0"].num_events > 0

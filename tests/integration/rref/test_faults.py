@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from cluster.processes import stopped
 from gradwire import rpc
 from gradwire.cluster.api import Cluster, Worker
 from gradwire.errors import OwnerLost, RpcError, RRefError, WorkerLost
@@ -142,15 +143,10 @@ def test_stopped_users_keep_what_they_have(cluster: Cluster, names: list[str]) -
     rref = rpc.remote(names[0], tasks.make, args=(2.0,))
     rpc.rpc_sync(names[1], tasks.keep, args=("a", rref))
     wait_until(lambda: not context.here().statistics().num_children, 20.0, "that its arrival is known")
-    pid = cluster.workers[1].pid
-    assert pid is not None
-    os.kill(pid, signal.SIGSTOP)
-    try:
+    with stopped(cluster.workers[1].pid):
         del rref
         tasks.wait_clean([])
         assert num_values(names[0]) == 1
-    finally:
-        os.kill(pid, signal.SIGCONT)
     assert rpc.rpc_sync(names[1], tasks.kept_value, args=("a",)).tolist() == [2.0] * 3
     rpc.rpc_sync(names[1], tasks.drop, args=("a",))
 
