@@ -4,9 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: help demo test stable browser lint check docs docs-links docs-examples dist dist-check search explore conformance accelerator-check bench \
-        bench-peers \
-        fuzz soak kills clean
+.PHONY: help demo test stable browser lint check docs docs-links docs-examples dist dist-check search explore conformance \
+        accelerator-check bench bench-peers fuzz soak kills clean
 .DEFAULT_GOAL := help
 
 help:

@@ -8,9 +8,10 @@ programs of tests do. `Popen` and `run` are those of `subprocess` for commands t
 is a child of the process that asked for it, so it can be waited for, signalled and killed like any other; it has its own
 environment, folder, streams, session and main module.
 
-What differs, and therefore needs a fresh interpreter: options of the interpreter (``-W``, ``-X``, ``-i``), what an import
-does, how modules are taken apart at the end, and variables that libraries read when they are loaded. Of each way to start
-a cluster, some tests stay with fresh interpreters.
+What differs, and therefore needs a fresh interpreter: options of the interpreter (``-W``, ``-X``, ``-i``) and variables like
+them, what an import does, how modules are taken apart at the end, variables that libraries read when they are loaded, and
+the order of sets of texts, which is the same in all forks. Of each way to start a cluster, some tests stay with fresh
+interpreters.
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ NESTED = "QUICK_PYTHON"  # in the environment of a program: those that it starts
 _ROOM = " " * 20_000  # for environments of programs, where that of their source is
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _CLONE_NEWNET = 0x40000000
+_OPTIONS = ("-i", "-W", "-X")  # of an interpreter, which a fork cannot have
+_VARIABLES = ("PYTHONWARNINGS", "PYTHONHASHSEED", "PYTHONDEVMODE", "PYTHONOPTIMIZE")  # the same
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
@@ -148,6 +151,18 @@ def _own_source() -> _Source:
     return _source
 
 
+def _fork(request: Request, descriptors: Sequence[int]) -> int:
+    """To be called with the lock held."""
+    global _source
+    try:
+        return _own_source().fork(request, descriptors)
+    except BaseException:  # an answer that comes late is not that to the next request
+        source, _source = _source, None
+        if source is not None:
+            source.close()
+        raise
+
+
 def prepare() -> None:
     """Start the process that forks programs, which happens with the first program otherwise."""
     with _lock:
@@ -220,6 +235,8 @@ class Popen(_PlainPopen[Any]):
         environment = dict(os.environ if env is None else env)
         namespace, arguments = _strip_prefix([str(word) for word in args], environment)
         assert (executable, shell, close_fds) == (None, False, True)
+        changed = [name for name in _VARIABLES if environment.get(name) != os.environ.get(name)]
+        assert not changed, f"a fork cannot have {', '.join(changed)}: start a fresh interpreter"
         streams = [given if given >= 0 else own for own, given in enumerate((p2cread, c2pwrite, errwrite))]
         request = Request(
             arguments=arguments,
@@ -232,7 +249,7 @@ class Popen(_PlainPopen[Any]):
         )
         try:
             with _lock:
-                self.pid = _own_source().fork(request, [*streams, *pass_fds])
+                self.pid = _fork(request, [*streams, *pass_fds])
             self._child_created = True
         finally:
             self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
@@ -246,9 +263,8 @@ class PopenOfPrograms(Popen):
 
     def _execute_child(self, args: Any, *rest: Any) -> None:  # type: ignore[override]
         executable, preexec_fn = rest[:2]
-        is_ours = (
-            isinstance(args, list | tuple) and args[0] == sys.executable and str(args[1]) not in ("-i", "-W", "-X")
-        )
+        is_ours = isinstance(args, list | tuple) and args[0] == sys.executable and not str(args[1]).startswith(_OPTIONS)
+        # The source can import the function of a partial; other functions need a child of this process.
         if is_ours and executable is None and (preexec_fn is None or isinstance(preexec_fn, functools.partial)):
             super()._execute_child(args, *rest)
         else:

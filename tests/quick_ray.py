@@ -35,7 +35,7 @@ def forked_workers(folder: str) -> Iterator[dict[str, Any]]:
         listener.bind(path)
         listener.listen(100)
         source = quick_python.Popen(
-            [sys.executable, __file__, str(listener.fileno())],
+            [sys.executable, __file__, "serve", str(listener.fileno()), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             pass_fds=[listener.fileno()],
             start_new_session=True,
@@ -75,20 +75,22 @@ def _serve(listener: socket.socket) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps them
     while True:
         channel, _ = listener.accept()
-        with channel:
+        with channel, contextlib.suppress(OSError):  # one that asks may be killed, with its node for instance
+            channel.settimeout(_TIMEOUT_S)
             message, descriptors, _, _ = socket.recv_fds(channel, quick_python.MAX_BYTES, 3)
-            if os.fork() == 0:
+            if message and os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 quick_python.become(json.loads(message), descriptors, path)  # which closes all other descriptors
+            for descriptor in descriptors:
+                os.close(descriptor)
             channel.send(b"0")
-        for descriptor in descriptors:
-            os.close(descriptor)
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 2:
-        _ask_for_worker(sys.argv[1:])
-    else:
+    if sys.argv[1] == "serve":
         quick_python.be_source()
         assert len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread alone"
-        _serve(socket.socket(fileno=int(sys.argv[1])))
+        if os.getppid() == int(sys.argv[3]):  # else it has died already
+            _serve(socket.socket(fileno=int(sys.argv[2])))
+    else:
+        _ask_for_worker(sys.argv[1:])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeGuard
 
 import msgspec
 
@@ -76,6 +76,11 @@ Text = Annotated[str, msgspec.Meta(max_length=MOST_CHARS, pattern=rf"\A[^{CONTRO
 
 
 _UNSAFE: Final = re.compile(f"[{CONTROL_CHARS}]")
+
+
+def is_class(value: object) -> TypeGuard[type[Any]]:
+    """Return whether a value is a class; for Python 3.10, aliases such as ``list[int]`` are instances of `type`, too."""
+    return issubclass(type(value), type)
 
 
 def short(value: object) -> str:

@@ -13,7 +13,7 @@ from gradwire import Cluster
 def start_ray(num_workers: int, **options: Any) -> Cluster:
     if not ray.is_initialized():  # once for all clusters of the program
         own = {"num_cpus": 2, "include_dashboard": False, "object_store_memory": 80 << 20}
-        ray.init(log_to_driver=False, **({} if "RAY_ADDRESS" in os.environ else own))
+        ray.init(log_to_driver=False, **({} if os.environ.get("RAY_ADDRESS") else own))
     return Cluster.ray(num_workers, resources={"CPU": 0.5}, **options)
 
 

@@ -56,7 +56,7 @@ def test_slurm_on_this_machine(checks: list[str]) -> None:
     check_cluster("cluster_starts:start_slurm", checks=checks)
 
 
-@each(works=["works"], driver_death=["driver_death"])
+@each(works=["works"], ctrl_c=["ctrl_c"], driver_death=["driver_death"])
 @pytest.mark.slow
 def test_ray_that_the_driver_starts(checks: list[str]) -> None:
     """Ray ends with the driver."""
@@ -69,7 +69,7 @@ def ray_address() -> Iterator[str]:
         yield address
 
 
-@each(others_in_order=[check for check in IN_ORDER if check != "works"], ctrl_c=["ctrl_c"])
+@each(others_in_order=[check for check in IN_ORDER if check != "works"])
 @pytest.mark.slow
 def test_ray_that_the_driver_joins(checks: list[str], ray_address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", ray_address)

@@ -67,7 +67,11 @@ def _copied_ids(known: RecentIds) -> RecentIds:
     return twin
 
 
+_FIELDS_OF_DEATHS = {"dead", "retained", "_unacknowledged", "_rounds", "_reports"}
+
+
 def _copied_deaths(deaths: DeadWorkers) -> DeadWorkers:
+    assert vars(deaths).keys() == _FIELDS_OF_DEATHS, "copy the new ones, too"
     twin = copy.copy(deaths)
     twin.dead, twin._unacknowledged = set(deaths.dead), set(deaths._unacknowledged)
     twin.retained = {key: dict(forks) for key, forks in deaths.retained.items()}

@@ -13,6 +13,7 @@ from gradwire.types import (
     WorkerAddress,
     WorkerInfo,
     creator_of,
+    is_class,
     is_worker_name,
     make_incarnation,
     make_secret_id,
@@ -65,3 +66,10 @@ def test_texts_in_messages_have_no_characters_that_are_unsafe_to_print() -> None
         with pytest.raises(DecodeError, match="control characters"):
             check_text(f"a{char}", "a name", 100)
     assert msgspec.convert(short("größe \x9b31m"), Text) == "größe ?31m"
+
+
+def test_aliases_are_not_classes() -> None:
+    """Python 3.10 takes them for instances of `type`, and then `issubclass` raises."""
+    assert is_class(list)
+    assert not is_class(list[int])
+    assert not is_class([])

@@ -21,6 +21,7 @@ from gradwire import _interrupts, errors, rpc
 from gradwire.errors import CheckpointError, NotInitialized, WorkerLost
 from gradwire.rref import context
 from gradwire.shard.group_backend import all_or_none
+from gradwire.types import is_class
 
 T = TypeVar("T")
 
@@ -138,6 +139,6 @@ class Ranks:
 
     def _failed(self, rank: int, name: str, text: str) -> CheckpointError:
         kind = getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, CheckpointError):
+        if is_class(kind) and issubclass(kind, CheckpointError):
             return kind(f"on rank {rank}: {text}")
         return CheckpointError(f"{self._doing} failed on rank {rank}: {name}: {text}")

@@ -41,6 +41,7 @@ from gradwire.shard.group_backend import GroupBackend
 from gradwire.shard.layout import Box
 from gradwire.shard.sharded_optim import ShardedOptimizer
 from gradwire.shard.torch_optimizer import Form, beside, state_problem
+from gradwire.types import is_class
 
 
 class PartState(msgspec.Struct, frozen=True):
@@ -69,7 +70,7 @@ def is_object(value: Any) -> bool:
     if isinstance(value, RRef | nn.Module | torch.optim.Optimizer):
         return True
     has_both = callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-    return has_both and not isinstance(value, type)
+    return has_both and not is_class(value)
 
 
 def type_name(value: Any) -> str:

@@ -117,7 +117,8 @@ class Trace:
         self._on_membership = on_membership
         self.paths = _check_paths(paths)
         check_count("max_events", max_events, MAX_EVENTS)
-        self._settings = max_events, bool(profile)
+        self._max_events = max_events
+        self._profile = bool(profile)
         self.workers: tuple[WorkerTrace, ...] = ()
         self._number = 0
         self._recording: Recording | None = None
@@ -145,7 +146,7 @@ class Trace:
         with contextlib.ExitStack() as undo:
             undo.callback(self._close)
             self._reset()
-            self._recording = Recording(self._agent.info.name, *self._settings)
+            self._recording = Recording(self._agent.info.name, self._max_events, self._profile)
             self._leave = self._on_membership(self._on_change)
             self._start_on(list(self._members()))
             undo.pop_all()
@@ -201,8 +202,8 @@ class Trace:
     def _start_on(self, names: Sequence[str]) -> None:
         with self._lock:  # first: whatever happens from here on, they are asked to end it
             self._asked += [name for name in names if name not in self._asked]
-        args = (self._number, *self._settings)
-        timeout_s = _START_PROFILER_S if self._settings[1] else _ASK_S
+        args = (self._number, self._max_events, self._profile)
+        timeout_s = _START_PROFILER_S if self._profile else _ASK_S
         started = self._ask_each(names, START, lambda _: args, timeout_s, Started)
         with self._lock:
             self._started.update(started)
@@ -344,7 +345,7 @@ class Trace:
 
     def _collect(self, name: str, found: Recorded) -> list[Event] | None:
         """Return the events of a worker; None if it did not hand all of them over."""
-        max_pieces = 2 * self._settings[0] // PIECE_EVENTS + 2  # events and operators, each with a last piece
+        max_pieces = 2 * self._max_events // PIECE_EVENTS + 2  # events and operators, each with a last piece
         if found.num_pieces > max_pieces:
             self._note_problem(
                 name, f"it has {found.num_pieces} pieces of events; {max_pieces} are the most it may have"

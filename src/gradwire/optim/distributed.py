@@ -47,6 +47,7 @@ from gradwire.rpc.options import UNSET_RPC_TIMEOUT
 from gradwire.rref import RRef, remote
 from gradwire.shard.sharded_optim import whole_matrix_problem
 from gradwire.shard.torch_optimizer import is_watched
+from gradwire.types import is_class
 
 Contexts = int | Iterable[int]
 
@@ -414,7 +415,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 
 def _check_class(optimizer_class: Any) -> None:
-    if not (isinstance(optimizer_class, type) and callable(getattr(optimizer_class, "step", None))):
+    if not (is_class(optimizer_class) and callable(getattr(optimizer_class, "step", None))):
         raise ConfigurationError(f"expected an optimizer class such as torch.optim.SGD, not {optimizer_class!r}")
     if issubclass(optimizer_class, torch.optim.LBFGS):
         raise ConfigurationError(

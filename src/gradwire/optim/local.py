@@ -42,6 +42,7 @@ from gradwire.shard.torch_optimizer import (
     quick_step,
     state_problem,
 )
+from gradwire.types import is_class
 from gradwire.wire.devices import CPU, move_all
 from gradwire.wire.messages import read_plain
 
@@ -379,11 +380,11 @@ def _make(optimizer_class: Any, groups: Groups, args: tuple[Any, ...], kwargs: O
     found = sent.optimizer_class
     if isinstance(found, str):
         found = getattr(torch.optim, found, None)
-        if not isinstance(found, type) or not is_torchs(found) or found is torch.optim.LBFGS:
+        if not is_class(found) or not is_torchs(found) or found is torch.optim.LBFGS:
             raise ConfigurationError(
                 f"torch.optim on this worker has no optimizer {sent.optimizer_class!r} that can be split over workers"
             )
-    if not isinstance(found, type):
+    if not is_class(found):
         raise ConfigurationError(f"expected an optimizer class, not {found!r}")
     return LocalOptimizer(found, sent.groups, sent.args, sent.kwargs)
 

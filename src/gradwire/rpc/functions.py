@@ -10,6 +10,7 @@ import torch
 from msgspec import Meta
 
 from gradwire.errors import ConfigurationError
+from gradwire.types import is_class
 from gradwire.wire.serialization import import_home, register_plain_class
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -34,7 +35,7 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
     """
     if function is None:
         return functools.partial(expose, name=name)
-    if isinstance(function, type) and not issubclass(function, torch.nn.Module):
+    if is_class(function) and not issubclass(function, torch.nn.Module):
         register_plain_class(function, name)
         return function
     public = name or f"{function.__module__}:{function.__qualname__}"

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from gradwire._torch import has_global_optimizer_hooks, is_profiler_enabled, optimizer_hooks
 from gradwire.errors import ConfigurationError
+from gradwire.types import is_class
 from gradwire.wire.devices import move_all
 
 Values = Mapping[str, Any]
@@ -35,7 +36,7 @@ Form = tuple[tuple[int, ...], bool] | str
 _TORCHS: Final = tuple(
     found
     for found in vars(torch.optim).values()
-    if isinstance(found, type) and issubclass(found, Optimizer) and found is not Optimizer
+    if is_class(found) and issubclass(found, Optimizer) and found is not Optimizer
 )
 _TORCHS_WRAPPERS: Final = ("torch.optim.optimizer", "torch.utils._contextlib")
 _MAX_NUMBERS: Final = 16  # in one option, such as betas

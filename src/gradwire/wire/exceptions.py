@@ -22,7 +22,7 @@ from typing import Any, Final, TypeVar
 
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, GradwireError, LimitExceeded, RemoteCallFailed, RemoteTraceback
-from gradwire.types import CONTROL_CHARS, Trust
+from gradwire.types import CONTROL_CHARS, Trust, is_class
 from gradwire.wire import plain
 from gradwire.wire.messages import ErrorInfo, check_text
 
@@ -209,7 +209,7 @@ def _find_class(type_name: str, trust: Trust) -> type[Exception] | None:
     found: Any = sys.modules.get(module_name)
     for part in qualname.split("."):  # reads dictionaries: getattr on a module may import things
         found = getattr(found, "__dict__", {}).get(part)
-    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(found, _NOT_FROM_AFAR):
+    if not is_class(found) or not issubclass(found, Exception) or issubclass(found, _NOT_FROM_AFAR):
         return None
     return found
 

@@ -26,6 +26,7 @@ import torch
 
 from gradwire import _torch
 from gradwire.errors import CannotSend, DecodeError, NoSuchFunction
+from gradwire.types import is_class
 from gradwire.wire.plain import BY_KIND, TensorTable, import_module, register_plain_type
 
 _MAIN_MODULES: Final = frozenset(("__main__", "__mp_main__"))
@@ -376,7 +377,7 @@ def _check(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
         for item in value:
             yield from _check(item, seen)
-    elif issubclass(type(value), type):  # Python 3.10 says that list[int] is an instance of type
+    elif is_class(value):
         if value.__module__ in _MAIN_MODULES or "<" in value.__qualname__:
             raise _Changeable
         yield value
@@ -463,7 +464,7 @@ def _find_name(fn: Any) -> str | None:
 
 def _class_method_name(fn: MethodType) -> str | None:
     owner = fn.__self__
-    if not isinstance(owner, type) or "<" in owner.__qualname__:
+    if not is_class(owner) or "<" in owner.__qualname__:
         return None
     qualname = f"{owner.__qualname__}.{fn.__name__}"
     return f"{owner.__module__}:{qualname}" if _find_loaded(owner.__module__, qualname) == fn else None

@@ -23,7 +23,7 @@ def _no_worker_is_left() -> Iterator[None]:
 
 @pytest.fixture
 def fresh_fork_servers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fork servers import torch, as those of people do: for tests of the time that this takes, or of their sudden end.
+    """Let fork servers import torch, as in a user's program: for tests of the time that this takes, or of their sudden end.
 
     Where one is a fork and takes the place of one that was killed, this process could inherit the workers of that one.
     """

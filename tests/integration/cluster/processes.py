@@ -56,7 +56,7 @@ def stop(pid: int) -> None:
 
 @contextmanager
 def stopped(pid: int | None) -> Iterator[None]:
-    """A process does nothing inside; nobody can tell that from one that thinks."""
+    """Stop a process inside the block; to others it looks like a busy one."""
     assert pid is not None
     try:
         stop(pid)

@@ -109,7 +109,9 @@ def nodes_of_a_program(*options: Mapping[str, Any], **environment: str) -> Itera
         assert process.stdin is not None
         assert process.stdout is not None
         try:
-            yield process.stdout.readline().strip()
+            address = process.stdout.readline().strip()  # empty if the program has ended
+            assert address, "Ray's nodes did not start"
+            yield address
             process.stdin.write("\n")
             process.stdin.flush()
             process.wait(_END_S)

@@ -227,10 +227,13 @@ def test_a_start_ends_when_the_launcher_is_closed_meanwhile(
     assert len(failures) == 1
 
 
+@pytest.mark.usefixtures("fresh_fork_servers")
 def test_a_fork_server_that_cannot_be_started_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
     close_idle_fork_server()
     monkeypatch.setattr("sys.path", [])
-    with pytest.raises(WorkerStartFailed, match=r"(?s)fork server exited before it was ready.*ModuleNotFoundError"):
+    with pytest.raises(
+        WorkerStartFailed, match=r"(?s)fork server exited before it was ready.*No module named 'gradwire'"
+    ):
         LocalLauncher(60)
 
 

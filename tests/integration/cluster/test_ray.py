@@ -290,6 +290,7 @@ class TestConnection:
         with pytest.raises(ConfigurationError, match=r"pip install 'gradwire\[ray\]'"):
             gradwire.Cluster.ray(1)
 
+    @pytest.mark.usefixtures("fresh_fork_servers")
     def test_local_workers_can_be_started_beside_ray(self, nodes: RayNodes) -> None:
         """The fork server is a fresh process, which has none of the threads that Ray has in this one."""
         with gradwire.Cluster.local(2) as cluster:

@@ -1,4 +1,4 @@
-"""Programs that start Ray, or join one whose nodes have several addresses; each in an interpreter of its own."""
+"""Programs that start Ray, or join one whose nodes have several addresses; each in a process of its own."""
 
 from __future__ import annotations
 

@@ -147,10 +147,10 @@ def test_clocks_that_differ_are_put_right(cluster: Cluster, tmp_path: Path) -> N
 
 
 def test_json_has_the_same_events(cluster: Cluster, tmp_path: Path) -> None:
-    with cluster.trace(tmp_path / "run.pftrace", tmp_path / "run.json"):
+    with cluster.trace(tmp_path / "run.pftrace", tmp_path / "RUN.JSON"):
         train()
     slices = read_trace(tmp_path / "run.pftrace")
-    entries = json.loads((tmp_path / "run.json").read_text())["traceEvents"]
+    entries = json.loads((tmp_path / "RUN.JSON").read_text())["traceEvents"]
     assert sorted(item["name"] for item in entries if item["ph"] in "Xi") == sorted(item.name for item in slices)
     assert [item["ph"] for item in entries].count("s") == sum(len(item.flow_out) for item in slices)
 
@@ -213,6 +213,14 @@ def test_paths_are_checked_before_anything_is_recorded(cluster: Cluster, tmp_pat
     with pytest.raises(ConfigurationError, match="max_events must be a whole number"):
         cluster.trace(tmp_path / "run.zip", max_events=0)
     assert list(tmp_path.rglob("*")) == [tmp_path / "folder.zip"]
+
+
+def test_folder_without_permission_is_refused(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.access", lambda *_: False)  # root may write everywhere
+    with pytest.raises(ConfigurationError, match=f"no permission to write to {tmp_path}"):
+        cluster.trace(tmp_path / "run.zip")
 
 
 @pytest.mark.parametrize(
@@ -295,7 +303,7 @@ def test_worker_that_does_not_answer_is_left_out(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hears of the trace when that is over, and does not go on recording; see `leak_check`."""
-    monkeypatch.setattr(trace_module, "_ASK_S", 0.5)
+    monkeypatch.setattr(trace_module, "_ASK_S", 2.0)
     trace = cluster.trace(tmp_path / "run.zip")
     with contextlib.ExitStack() as recording, stopped(cluster.workers[1].pid):
         started = time.monotonic()

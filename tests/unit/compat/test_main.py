@@ -159,8 +159,8 @@ def test_an_interpreter_that_imports_gradwire_before_torch_has_both(tmp_path: Pa
     (tmp_path / "sitecustomize.py").write_text("print('theirs')\n")
     script = tmp_path / "script.py"
     script.write_text(f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {CHILD!r}], check=True)\n")
-    done = run(str(script), PYTHONPATH=str(tmp_path))
-    assert (done.stdout.split(), done.stderr) == (["theirs", "False", "gradwire.compat.torch_api"], "")
+    done = python(*COMPAT, str(script), PYTHONPATH=str(tmp_path))
+    assert (done.stdout.split(), done.stderr) == (["theirs", "theirs", "False", "gradwire.compat.torch_api"], "")
 
 
 @pytest.mark.parametrize(("arguments", "code"), [((), 2), (("--help",), 0), (("-m",), 2), (("/no/such/script.py",), 2)])

@@ -1,4 +1,4 @@
-"""A program written for torch: two ranks, one of them in a fresh interpreter, a call, gradients, an optimizer step."""
+"""A program written for torch, with two ranks, one of them in a fresh interpreter: calls, references, gradients, a step."""
 
 from __future__ import annotations
 
