@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 help:
 	@echo "make demo                train a model that is split over three workers on this machine; with DASHBOARD=1"
 	@echo "                         it trains longer, and a page shows it live"
-	@echo "make test                run the whole test suite, in TEST_PROCESSES (3) processes"
+	@echo "make test                run the whole test suite, in TEST_PROCESSES (4) processes"
 	@echo "make stable              run it STABLE_RUNS (20) times, until one fails"
 	@echo "make browser             install a Chromium for the tests of that page, if there is none and you are root"
 	@echo "make lint                check format, lint, types and layers"
@@ -42,8 +42,8 @@ demo: $(STAMP)
 	$(BIN)/python examples/demo.py $(if $(DASHBOARD),--dashboard)
 
 # Tests of one file stay together: they share a cluster. The files are in the order of tests/file_order.py, the longest first.
-# Three processes for two cores, because a good part of the time is spent in waits.
-TEST_PROCESSES ?= 3
+# Four processes for two cores, because a good part of the time is spent in waits.
+TEST_PROCESSES ?= 4
 PYTEST := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST)

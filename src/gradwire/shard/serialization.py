@@ -1,6 +1,6 @@
 """Sharded tensors in messages and in pickles.
 
-Over RPC workers a sharded tensor may be an argument or a result of a call, by itself or inside of something: its parts are
+Over RPC workers a sharded tensor may be an argument or a result of a call, on its own or inside another value: its parts are
 references, so only they travel, and the receiver can use the tensor like its sender. Parts that are on the sender become
 references, too.
 
