@@ -6,9 +6,9 @@
 
 A step is a tensor through `rpc_sync` in a context, then `backward`. Python's profiler counts in every thread of the caller
 and of the callee: functions of gradwire, functions of Python in all, and calls of C functions. Counts repeat where times do
-not. The figure is of a warm program, for one step of many, and for each function the 10th percentile of all rounds: being
-woken varies by a few calls from step to step, and more so on a busy machine. Looking for an answer while waiting for it is
-left out: how often a thread looks depends on how long it waits.
+not. The figure is of a warm program, for one step of many, and for each function the fewest calls of all rounds: being woken
+varies by a few calls from step to step, and more so on a busy machine. What only some steps enter is therefore left out;
+and so is looking for an answer while waiting for it, since how often a thread looks depends on how long it waits.
 """
 
 from __future__ import annotations
@@ -110,17 +110,14 @@ def count_steps(case: str, num_steps: int) -> list[dict[tuple[str, str], float]]
 def measure(case: str) -> list[dict[tuple[str, str], float]]:
     """Calls of one step: those of many without those of none, divided.
 
-    On a busy machine threads are woken more often, so the path itself is what nearly every round enters: the 10th
-    percentile counts, for each function.
+    On a busy machine threads are woken more often, so the path itself is what every round enters: for each function,
+    the fewest calls of all rounds count.
     """
     count_steps(case, NUM_ROUNDS * NUM_STEPS)
     none = count_steps(case, 0)
     rounds = [count_steps(case, NUM_STEPS) for _ in range(NUM_ROUNDS)]
     return [
-        {
-            key: (sorted(found.get(key, 0) for found in process)[NUM_ROUNDS // 10] - without.get(key, 0)) / NUM_STEPS
-            for key in set().union(*process)
-        }
+        {key: (min(found.get(key, 0) for found in process) - without.get(key, 0)) / NUM_STEPS for key in process[0]}
         for without, process in zip(none, zip(*rounds, strict=True), strict=True)
     ]
 
