@@ -13,11 +13,11 @@ import quick_python
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "count_step.py"
 
-# Of a warm step in both processes, about a tenth above what was counted.
+# Of a warm step in both processes, with a margin: on a busy machine a few more threads are woken.
 MOST = {
-    "context": {"own_calls": 400, "own_files": 29, "all_calls": 1150},
-    "echo": {"own_calls": 82, "own_files": 16, "all_calls": 260},
-    "noop": {"own_calls": 72, "own_files": 15, "all_calls": 205},
+    "context": {"own_calls": 450, "own_files": 31, "all_calls": 1260},
+    "echo": {"own_calls": 90, "own_files": 17, "all_calls": 290},
+    "noop": {"own_calls": 80, "own_files": 16, "all_calls": 230},
 }
 
 
