@@ -12,12 +12,13 @@ from accelerator import device
 from gradwire.cluster.api import Cluster
 
 ZERO = f"{device.NAME}:0"
+_LATER_S = 0.2  # more than it takes to look, also on a busy machine
 
 
 def copy_later() -> None:
     """A copy that may be run later has not run when the call returns; its event says when it has."""
     ours, values = torch.Stream(device=ZERO), torch.arange(5.0).pin_memory()
-    with device.asynchronous():
+    with device.asynchronous(_LATER_S):
         there = torch.empty(5, device=ZERO)
         with ours:
             there.copy_(values, non_blocking=True)
@@ -31,7 +32,7 @@ def wait_on_a_stream() -> None:
     """A stream that waits for an event does what follows after it; one that does not is too early."""
     first, second, values = torch.Stream(device=ZERO), torch.Stream(device=ZERO), torch.arange(5.0).pin_memory()
     for waits in (True, False):
-        with device.asynchronous():
+        with device.asynchronous(_LATER_S):
             there, back = torch.empty(5, device=ZERO), torch.empty(5, pin_memory=True)
             with first:
                 for _ in range(3):  # later than the other stream's copy in any case
@@ -49,7 +50,7 @@ def free_too_early() -> None:
     """Memory that a stream uses is only kept for it if `record_stream` says so."""
     other, values = torch.Stream(device=ZERO), torch.arange(5.0)
     for is_recorded in (True, False):
-        with device.asynchronous():
+        with device.asynchronous(_LATER_S):
             there, back = values.to(ZERO), torch.empty(5, pin_memory=True)
             with other:
                 back.copy_(there, non_blocking=True)
