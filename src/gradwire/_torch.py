@@ -179,6 +179,12 @@ def default_process_group() -> Any:
     return torch.distributed.distributed_c10d._get_default_group()
 
 
+def store_of_group(group: Any) -> Any:
+    """Return the store with which a process group was made; None is the default group."""
+    _, store = torch.distributed.distributed_c10d._world.pg_map[group or default_process_group()]
+    return store
+
+
 # -- used by checkpoint ---------------------------------------------------------------------------------------------------
 
 LOAD_OWN_STATE_DICT = "_load_from_state_dict"

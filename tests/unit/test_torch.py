@@ -193,6 +193,22 @@ def test_shard_default_process_group() -> None:
         dist.destroy_process_group()
 
 
+def test_shard_store_of_group() -> None:
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        part = dist.new_group([0])
+        for group in (None, dist.group.WORLD, part):
+            _torch.store_of_group(group).set("key", str(group))
+            assert _torch.store_of_group(group).get("key") == str(group).encode()
+        assert _torch.store_of_group(None).get("key") == _torch.store_of_group(dist.group.WORLD).get("key")
+        assert _torch.store_of_group(part).get("key") != _torch.store_of_group(None).get(
+            "key"
+        )  # each has keys of its own
+    finally:
+        dist.destroy_process_group()
+
+
 def test_shard_remote_device() -> None:
     rank, worker = _torch.RemoteDevice("rank:1/cpu"), _torch.RemoteDevice("worker1/cuda:0")
     assert (rank.rank(), rank.worker_name(), rank.device()) == (1, None, torch.device("cpu"))

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from gradwire.errors import ConfigurationError
 from gradwire.params.grads import clamped, norm_of, total_norm
 from gradwire.shard.group_backend import GroupBackend
-from gradwire.shard.redistribute import collective
+from gradwire.shard.rank_loss import collective
 from gradwire.shard.tensor import ShardedTensor
 
 Parameters = torch.Tensor | Iterable[torch.Tensor]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from gradwire.shard import redistribute
 from gradwire.shard.backend import Backend, Part, Question, Request
 from gradwire.shard.layout import Layout, everywhere, find_overlap, nothing, whole
-from gradwire.shard.redistribute import collective
+from gradwire.shard.rank_loss import collective
 
 T = TypeVar("T")
 

@@ -10,17 +10,14 @@ belong there.
 Gradients take the opposite way, and those of elements that went to several ranks are added up (`is_sum`).
 
 Small moves are one exchange between all ranks. Large ones are split into pieces, which are sent directly from the old
-parts into
-the new ones where they are contiguous: fresh memory is slow, and a copy of everything needs a lot of it. Other pieces
-go through
-two small buffers each way, of which one is filled while the other is being sent.
+parts into the new ones where they are contiguous: fresh memory is slow, and a copy of everything needs a lot of it. Other
+pieces go through two small buffers each way, of which one is filled while the other is being sent.
 """
 
 from __future__ import annotations
 
-import contextlib
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -28,46 +25,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from gradwire.errors import WorkerLost
 from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
-
-
-@contextlib.contextmanager
-def collective(group: Any, what: str) -> Iterator[None]:
-    """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank."""
-    try:
-        yield
-    except RuntimeError as error:
-        if isinstance(error, WorkerLost):
-            raise
-        is_late = "timed out" in str(error).lower()  # all connections count as broken then
-        lost = [] if is_late else _find_lost(group)
-        if not lost and not is_late:
-            raise
-        names = " and ".join(f"rank {rank}" for rank in lost) or "a rank"
-        happened = (
-            "is gone" if lost else "did not join in time (check that all ranks make the same calls in the same order)"
-        )
-        raise WorkerLost(
-            f"{names} of the process group {happened} ({what}, seen by rank {dist.get_rank(group)} of "
-            f"{dist.get_world_size(group)}). The group can no longer be used: restart from a checkpoint. Backend "
-            f"error: {error}",
-            names,
-        ) from error
-
-
-def _find_lost(group: Any) -> list[int]:
-    """Return ranks to which nothing can be sent, for backends that report it at once."""
-    if dist.get_backend(group) != dist.Backend.GLOO:
-        return []
-    own, lost = dist.get_rank(group), []
-    for rank in range(dist.get_world_size(group)):
-        if rank != own:
-            try:
-                dist.isend(torch.zeros(1), group=group, group_dst=rank)
-            except RuntimeError:
-                lost.append(rank)
-    return lost
+from gradwire.shard.rank_loss import collective
 
 
 PIECE_BYTES = 2**20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -18,7 +19,7 @@ import gradwire as gw
 from cluster.processes import is_there
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, ConfigurationError, WorkerLost
-from gradwire.shard import ChunkShardingSpec
+from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from gradwire.testing import LeakCheck, wait_until
 from shard.groups import join_group
 
@@ -94,14 +95,15 @@ def run_rank(rank: int, store: str, backward: bool, size: int) -> str:
         loss = sharded.redistribute(columns).local_tensor().sum() if backward else None
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
-        try:
+        with pytest.raises(WorkerLost) as first:
             if loss is not None:
                 loss.backward()  # type: ignore[no-untyped-call]
             else:
                 sharded.full_tensor()
-        except WorkerLost as error:
-            return str(error)
-        return "no error"
+        with pytest.raises(WorkerLost) as second:  # the group is of no use any more, for the same reason
+            sharded.full_tensor()
+        assert second.value.worker == first.value.worker
+        return str(first.value)
     finally:
         dist.destroy_process_group()
 
@@ -122,31 +124,109 @@ def test_rank_that_died(cluster: Cluster, tmp_path: Path, backward: bool, size: 
     assert time.monotonic() - started < PROMPT_S
 
 
-def stay_away(rank: int, store: str) -> str:
-    """Only one of two ranks makes a call that concerns both."""
-    join_group(rank, 2, store, timedelta(seconds=3))
+@contextlib.contextmanager
+def staying_until(store: str, is_last: bool) -> Iterator[None]:
+    """Stay in the group until the last rank has left this block: no rank learns anything from the end of another."""
+    over = Path(store).with_name("over")
     try:
-        sharded = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"]).shard(torch.ones(4))
-        if rank == 1:
-            return "stayed away"
-        try:
-            sharded.full_tensor()
-        except WorkerLost as error:
-            return str(error)
-        return "no error"
+        yield
     finally:
-        if rank == 0:
-            Path(store).with_name("over").touch()
-        wait_until(Path(store).with_name("over").exists, 20.0, "the end of rank 0")
+        if is_last:
+            over.touch()
+        wait_until(over.exists, 40.0, "the end of the last rank")
         dist.destroy_process_group()
 
 
-def test_rank_that_does_not_make_the_same_calls(cluster: Cluster, tmp_path: Path) -> None:
+def wait_in_a_chain(rank: int, store: str, is_killed: bool) -> str:
+    """Rank 0 waits for rank 2 alone, which waits for rank 1, which is killed or does not make the call."""
+    join_group(rank, 3, store, timedelta(seconds=3 if rank == 2 and not is_killed else 60))
+    with staying_until(store, is_last=rank == 0):
+        half = 2**20  # elements: the parts are moved in pieces
+        before, after = (
+            EnumerableShardingSpec(
+                [
+                    ShardMetadata([0], [half], f"rank:{first}/cpu"),
+                    ShardMetadata([half], [half], f"rank:{second}/cpu"),
+                ]
+            )
+            for first, second in ((1, 2), (2, 0))
+        )
+        sharded = before.shard(torch.ones(2 * half))
+        if rank == 1 and is_killed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 1:
+            return "stayed away"
+        with pytest.raises(WorkerLost) as caught:
+            sharded.redistribute(after)
+        return str(caught.value)
+
+
+def test_rank_that_waits_for_a_rank_that_lost_another(cluster: Cluster, tmp_path: Path) -> None:
+    """It is told at once as well, and who is gone, not who has given up."""
     futures = [
-        worker.submit(stay_away, number, str(tmp_path / "store")) for number, worker in enumerate(cluster.workers[:2])
+        worker.submit(wait_in_a_chain, number, str(tmp_path / "store"), True)
+        for number, worker in enumerate(cluster.workers)
     ]
-    assert "did not join in time" in futures[0].wait()
+    started = time.monotonic()
+    for number in (2, 0):
+        assert futures[number].wait().startswith("rank 1 of the process group is gone (exchange of parts")
+    assert time.monotonic() - started < PROMPT_S
+    with pytest.raises(WorkerLost, match="worker1"):
+        futures[1].wait()
+
+
+def test_rank_that_waits_for_a_rank_that_timed_out(cluster: Cluster, tmp_path: Path) -> None:
+    """A rank that has given up waiting is not gone, so the others do not say that it is."""
+    futures = [
+        worker.submit(wait_in_a_chain, number, str(tmp_path / "store"), False)
+        for number, worker in enumerate(cluster.workers)
+    ]
+    started = time.monotonic()
+    for number in (2, 0):
+        assert futures[number].wait().startswith("a rank of the process group did not join in time")
+    assert time.monotonic() - started < 3 + PROMPT_S
     assert futures[1].wait() == "stayed away"
+
+
+def open_store(rank: int, path: Path) -> dist.TCPStore:
+    """A store that rank 0 serves, at a port that the file says."""
+    if rank == 0:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        path.with_suffix(".new").write_text(str(store.port))
+        path.with_suffix(".new").rename(path)
+        return store
+    wait_until(path.exists, 20.0, "the port of the store")
+    return dist.TCPStore("127.0.0.1", int(path.read_text()), is_master=False)
+
+
+def lose_the_store(rank: int, path: Path) -> str:
+    """The rank that is killed is the one that serves the group's store."""
+    dist.init_process_group(
+        "gloo", store=open_store(rank, path), rank=rank, world_size=3, timeout=timedelta(seconds=20)
+    )
+    try:
+        dist.barrier()
+        sharded = ChunkShardingSpec(0, [f"rank:{number}/cpu" for number in range(3)]).shard(torch.ones(6))
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        with pytest.raises(WorkerLost) as caught:
+            sharded.full_tensor()
+        return caught.value.worker
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_that_died_with_the_store(cluster: Cluster, tmp_path: Path) -> None:
+    """Reports of the others cannot be read then, so the names may include a rank that has given up."""
+    futures = [
+        worker.submit(lose_the_store, number, tmp_path / "port") for number, worker in enumerate(cluster.workers)
+    ]
+    started = time.monotonic()
+    with pytest.raises(WorkerLost, match="worker0"):
+        futures[0].wait()
+    for number in (1, 2):
+        assert futures[number].wait().startswith("rank 0")
+    assert time.monotonic() - started < PROMPT_S
 
 
 def test_workers_that_trust_each_other_with_data_only(leak_check: LeakCheck) -> None:
