@@ -1,7 +1,7 @@
 """Turns a failed operation of a process group into an error that names the lost rank, on every rank at once.
 
-Gloo reports a broken connection only to the ranks that exchange data with the lost one. Without more, a rank that waits for one
-of those would learn of it by the group's timeout only:
+Gloo reports a broken connection only to the ranks that exchange data with the lost one. A rank that waits for one of those
+would learn of the loss when the group times out:
 
     rank 0 ---- waits for ----> rank 2 ---- waits for ----> rank 1, lost
 
@@ -33,7 +33,8 @@ _REPORT_S = 1.0
 
 _STORE_S = 3.0  # for all that is asked of the store at once; the process that serves it may be the lost one
 
-# Of messages that no operation receives, and that no rank sends: an operation of another rank must not take them for its own.
+# No operation uses these tags, so none takes a probe for its own data. Probes are not received, and nothing is sent with the
+# other tag.
 _PROBE_TAG, _LEAVE_TAG = 0x67771, 0x67772
 
 

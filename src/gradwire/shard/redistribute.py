@@ -28,7 +28,6 @@ import torch.distributed as dist
 from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
 from gradwire.shard.rank_loss import collective
 
-
 PIECE_BYTES = 2**20
 """Bytes that one rank sends to another at a time."""
 

@@ -92,14 +92,11 @@ def run_rank(rank: int, store: str, backward: bool, size: int) -> str:
         rows = ChunkShardingSpec(0, [f"rank:{number}/cpu" for number in range(3)])
         columns = ChunkShardingSpec(1, [f"rank:{number}/cpu" for number in range(3)])
         sharded = rows.shard(torch.ones(size, 3)).requires_grad_(True)
-        loss = sharded.redistribute(columns).local_tensor().sum() if backward else None
+        run = sharded.redistribute(columns).local_tensor().sum().backward if backward else sharded.full_tensor
         if rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         with pytest.raises(WorkerLost) as first:
-            if loss is not None:
-                loss.backward()  # type: ignore[no-untyped-call]
-            else:
-                sharded.full_tensor()
+            run()
         with pytest.raises(WorkerLost) as second:  # the group is of no use any more, for the same reason
             sharded.full_tensor()
         assert second.value.worker == first.value.worker
