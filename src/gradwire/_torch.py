@@ -185,6 +185,14 @@ def store_of_group(group: Any) -> Any:
     return store
 
 
+def is_gloo_group(group: Any) -> bool:
+    """Return whether gloo moves a group's CPU tensors: `get_backend` has other words for some such groups."""
+    try:
+        return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
+    except RuntimeError:  # it has no backend for the CPU
+        return False
+
+
 # -- used by checkpoint ---------------------------------------------------------------------------------------------------
 
 LOAD_OWN_STATE_DICT = "_load_from_state_dict"

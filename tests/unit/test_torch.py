@@ -194,19 +194,28 @@ def test_shard_default_process_group() -> None:
 
 
 def test_shard_store_of_group() -> None:
-    store = dist.HashStore()
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         part = dist.new_group([0])
-        for group in (None, dist.group.WORLD, part):
-            _torch.store_of_group(group).set("key", str(group))
-            assert _torch.store_of_group(group).get("key") == str(group).encode()
-        assert _torch.store_of_group(None).get("key") == _torch.store_of_group(dist.group.WORLD).get("key")
-        assert _torch.store_of_group(part).get("key") != _torch.store_of_group(None).get(
-            "key"
-        )  # each has keys of its own
+        _torch.store_of_group(None).set("key", "all")
+        _torch.store_of_group(part).set("key", "part")
+        assert _torch.store_of_group(dist.group.WORLD).get("key") == b"all"
+        assert _torch.store_of_group(part).get("key") == b"part"
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("backend", [None, "gloo", "cpu:gloo"])
+def test_shard_is_gloo_group(backend: str | None) -> None:
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        assert _torch.is_gloo_group(dist.group.WORLD)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_shard_group_without_gloo() -> None:
+    assert not _torch.is_gloo_group(dist.ProcessGroup(dist.HashStore(), 0, 1))
 
 
 def test_shard_remote_device() -> None:

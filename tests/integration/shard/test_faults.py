@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -16,15 +17,16 @@ import torch
 import torch.distributed as dist
 
 import gradwire as gw
-from cluster.processes import is_there
+from cluster.processes import is_there, stopped
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, ConfigurationError, WorkerLost
 from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from gradwire.shard.rank_loss import collective
 from gradwire.testing import LeakCheck, wait_until
 from shard.groups import join_group
 
-PROMPT_S = 5.0
-"""Far below the 60 s of a call: the end of a process is noticed, not waited for."""
+PROMPT_S = 10.0
+"""Far below the 60 s of a call, and the timeouts of groups: the end of a process is noticed, not waited for."""
 
 
 @pytest.fixture
@@ -87,7 +89,7 @@ def test_worker_that_is_asked_to_hold_shards_and_is_gone(cluster: Cluster) -> No
 
 def run_rank(rank: int, store: str, backward: bool, size: int) -> str:
     """Two of three ranks reach the operation; the third is killed before it does."""
-    join_group(rank, 3, store, timedelta(seconds=20))
+    join_group(rank, 3, store, timedelta(seconds=60))
     try:
         rows = ChunkShardingSpec(0, [f"rank:{number}/cpu" for number in range(3)])
         columns = ChunkShardingSpec(1, [f"rank:{number}/cpu" for number in range(3)])
@@ -185,6 +187,40 @@ def test_rank_that_waits_for_a_rank_that_timed_out(cluster: Cluster, tmp_path: P
     assert futures[1].wait() == "stayed away"
 
 
+def send_too_much(folder: Path) -> None:
+    join_group(1, 2, str(folder / "store"), timedelta(seconds=3))
+    wait_until((folder / "receiver stands").exists, 20.0)
+    dist.isend(torch.ones(2**25), 0)
+    (folder / "sent").touch()
+    threading.Event().wait(60.0)  # until it is killed, with what the network did not take
+
+
+def receive(folder: Path) -> str:
+    join_group(0, 2, str(folder / "store"), timedelta(seconds=3))
+    try:
+        request = dist.irecv(torch.ones(2**25), 1)
+        (folder / "receiving").touch()
+        with pytest.raises(WorkerLost) as caught, collective(None, "a test"):
+            request.wait()
+        return str(caught.value)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_rank_that_died_in_the_middle_of_a_message(cluster: Cluster, tmp_path: Path) -> None:
+    """Gloo says only that time is up; the error says who is gone all the same."""
+    receiver, sender = cluster.workers[:2]
+    received, sent = receiver.submit(receive, tmp_path), sender.submit(send_too_much, tmp_path)
+    wait_until((tmp_path / "receiving").exists, 20.0)
+    with stopped(receiver.pid):
+        (tmp_path / "receiver stands").touch()
+        wait_until((tmp_path / "sent").exists, 20.0)
+        kill(cluster, 1)
+    with pytest.raises(WorkerLost, match="worker1"):
+        sent.wait()
+    assert received.wait().startswith("rank 1 of the process group is gone (a test, seen by rank 0 of 2)")
+
+
 def open_store(rank: int, path: Path) -> dist.TCPStore:
     """A store that rank 0 serves, at a port that the file says."""
     if rank == 0:
@@ -199,7 +235,7 @@ def open_store(rank: int, path: Path) -> dist.TCPStore:
 def lose_the_store(rank: int, path: Path) -> str:
     """The rank that is killed is the one that serves the group's store."""
     dist.init_process_group(
-        "gloo", store=open_store(rank, path), rank=rank, world_size=3, timeout=timedelta(seconds=20)
+        "gloo", store=open_store(rank, path), rank=rank, world_size=3, timeout=timedelta(seconds=60)
     )
     try:
         dist.barrier()
