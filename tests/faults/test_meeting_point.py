@@ -160,7 +160,7 @@ def test_a_slow_connection_is_ended(server: StoreServer) -> None:
                 continue
             except OSError:
                 break
-    assert 0.3 < time.monotonic() - started < 5.0
+    assert 0.3 < time.monotonic() - started < 15.0
     assert wait_until(lambda: "no request was received in time" in server.refusals())
 
 
@@ -256,7 +256,7 @@ def test_ctrl_c_ends_the_wait_for_a_silent_server(make_puppets: Callable[[int], 
             puppet.signal(signal.SIGINT)
             with pytest.raises(PuppetError, match="KeyboardInterrupt"):
                 puppet.result(10.0)
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 10.0
 
 
 # -- members that do what they should not ---------------------------------------------------------------------------------
@@ -367,7 +367,7 @@ def test_a_server_that_is_gone_is_noticed(keys: Callable[..., TlsKeys]) -> None:
     started = time.monotonic()
     with pytest.raises(MeetingPointLost):
         client.note()
-    assert time.monotonic() - started < 3.0
+    assert time.monotonic() - started < 8.0
     with pytest.raises(MeetingPointLost):
         server.note()
     client.leave(NOBODY)

@@ -71,14 +71,17 @@ def test_a_slow_network_changes_no_result(network: tuple[list[Agent], list[Proxy
     for proxy in proxies:
         proxy.delay_s = DELAY_S
     assert a.call("b", handlers.echo, (1,)) == 1
-    started = time.monotonic()
-    assert a.call("b", handlers.echo, (2,)) == 2
-    assert 2 * DELAY_S <= time.monotonic() - started < 10 * DELAY_S
+    times = []
+    for number in range(5):
+        started = time.monotonic()
+        assert a.call("b", handlers.echo, (number,)) == number
+        times.append(time.monotonic() - started)
+    assert 2 * DELAY_S <= min(times) < 10 * DELAY_S
     started = time.monotonic()
     calls = [a.submit(name, torch.add, (x, number)) for number in range(50) for name in "bc"]
     for number, call in enumerate(calls):
         assert torch.equal(call.wait(), x + number // 2)
-    assert time.monotonic() - started < 20 * DELAY_S  # they share the way
+    assert time.monotonic() - started < 100 * DELAY_S  # they share the way: one by one takes twice as long
     assert torch.equal(_train(("b", "c"), x), _train(None, x))
     held = rpc.remote("c", torch.add, args=(x, 1))
     assert torch.equal(held.to_here(), x + 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Callable
 
@@ -51,17 +50,22 @@ def test_a_graph_again_and_again(cluster: Cluster) -> None:
         assert worlds.difference(worlds.gradients_there(graphs.unused_beside_skip), expected) == ""
 
 
-def _time_of_chain(num_blocks: int) -> float:
+def _processor_time(cluster: Cluster) -> float:
+    return time.process_time() + sum(worker.call(time.process_time) for worker in cluster.workers)
+
+
+def _cost_of_chain(cluster: Cluster, num_blocks: int) -> float:
+    """Processor time, on all workers: the time on the clock depends on what else the machine does."""
     x, y = worlds.make_inputs()
     with gw.autograd.context() as ctx:
         loss = graphs.chain(num_blocks, x, y)
-        started = time.perf_counter()
+        before = _processor_time(cluster)
         ctx.backward(loss)
-        return time.perf_counter() - started
+        return _processor_time(cluster) - before
 
 
 def test_time_grows_linearly_with_the_number_of_blocks(cluster: Cluster) -> None:
-    _time_of_chain(40)
-    short = statistics.median(_time_of_chain(10) for _ in range(5))
-    long = statistics.median(_time_of_chain(80) for _ in range(5))
-    assert long < 8 * short * 3 + 0.02, f"10 blocks take {short:.4f} s, 80 blocks {long:.4f} s"
+    _cost_of_chain(cluster, 40)
+    short = min(_cost_of_chain(cluster, 10) for _ in range(5))
+    long = min(_cost_of_chain(cluster, 80) for _ in range(5))
+    assert long < 8 * short * 3, f"10 blocks take {short:.4f} s, 80 blocks {long:.4f} s"

@@ -376,7 +376,7 @@ def test_rpc_shutdown_gives_calls_the_time_that_it_is_given(cluster: Cluster, tm
     wait_until((tmp_path / "ready").exists)
     started = time.monotonic()
     rpc.shutdown(timeout=0.3)
-    assert time.monotonic() - started < 4.5
+    assert time.monotonic() - started < 10.0
     with pytest.raises(WorkerLost):
         future.wait()
 

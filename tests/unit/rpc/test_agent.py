@@ -397,7 +397,7 @@ def test_ctrl_c_ends_the_wait_until_an_earlier_end_is_told(make_agents: MakeAgen
 
     with pytest.raises(KeyboardInterrupt):
         connect_and_wait()
-    assert time.monotonic() - began < 2.5
+    assert time.monotonic() - began < 4.5  # the wait itself ends after 5 s
     a._telling = {}
     assert a.call("b", max, (1, 2)) == 2
 

@@ -130,7 +130,7 @@ def test_reading_in_vain_takes_no_time(pair: ConnectionPair, copying: Copying) -
         began = time.monotonic()
         for _ in range(5):
             assert pair.far.read_nowait() == []
-        assert time.monotonic() - began < 1.0
+        assert time.monotonic() - began < 5.0
         copying.may_go_on.set()
         receive_frames(pair.far, 1)
 
