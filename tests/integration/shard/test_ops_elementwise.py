@@ -101,7 +101,7 @@ def spread(world: World, values: list[Any], turn: int) -> list[Any]:
             found.append(value.clone().requires_grad_(gradient_flag(value)))
         else:
             spec = specs[(turn + (turn + number) % 3 * number) % len(specs)]
-            found.append(world.shard(value, spec, requires_grad=gradient_flag(value)))
+            found.append(world.place(value, spec, requires_grad=gradient_flag(value)))
     return found
 
 

@@ -38,7 +38,7 @@ def check_views(world: World, views: Sequence[View], size: list[int], specs: Seq
     num_checked = 0
     for spec in specs:
         for view in views:
-            plain, sharded = whole.clone().requires_grad_(), world.shard(whole, spec, requires_grad=True)
+            plain, sharded = whole.clone().requires_grad_(), world.place(whole, spec, requires_grad=True)
             expected, found = _several(view(plain)), _several(view(sharded))
             assert len(found) == len(expected)
             total, plain_total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
@@ -152,8 +152,8 @@ def check_bmm(world: World) -> int:
         (None, world.chunks(2)),
     ]
     for left_spec, right_spec in pairs:
-        a = world.shard(left, left_spec, requires_grad=True) if left_spec else left.clone().requires_grad_()
-        b = world.shard(right, right_spec, requires_grad=True) if right_spec else right.clone().requires_grad_()
+        a = world.place(left, left_spec, requires_grad=True) if left_spec else left.clone().requires_grad_()
+        b = world.place(right, right_spec, requires_grad=True) if right_spec else right.clone().requires_grad_()
         made = a.bmm(b) if left_spec else torch.bmm(input=a, mat2=b)
         assert isinstance(made, ShardedTensor)
         full = made.full_tensor()
