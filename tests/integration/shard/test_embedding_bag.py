@@ -81,14 +81,15 @@ def check_bags(world: World, mode: str, options: list[dict[str, Any]]) -> int:
         whole = weight.clone().requires_grad_()
         expected = look_up_alone(batch, whole, mode, chosen, factors)
         for spec in world.specs(NUM_ROWS, WIDTH):
-            sharded = world.place(weight, spec, requires_grad=True)
-            found = F.embedding_bag(batch.own(batch.ids), sharded, batch.own_offsets, mode=mode, **chosen)
-            assert not isinstance(found, ShardedTensor)
-            close(found.detach(), world.own(expected.detach()))
-            world.backward((found * world.own(factors)).sum())
-            world.assert_full_gradient(sharded, whole.grad)
-            close(sharded.full_tensor().detach(), whole.detach())  # max_norm changes it
-            num_checked += 1
+            with world.fresh_gradients():
+                sharded = world.place(weight, spec, requires_grad=True)
+                found = F.embedding_bag(batch.own(batch.ids), sharded, batch.own_offsets, mode=mode, **chosen)
+                assert not isinstance(found, ShardedTensor)
+                close(found.detach(), world.own(expected.detach()))
+                world.backward((found * world.own(factors)).sum())
+                world.assert_full_gradient(sharded, whole.grad)
+                close(sharded.full_tensor().detach(), whole.detach())  # max_norm changes it
+                num_checked += 1
     return num_checked
 
 

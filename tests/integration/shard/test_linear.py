@@ -111,20 +111,21 @@ def check_linear_of_sharded(world: World) -> int:
     num_checked = 0
     for number, x_spec in enumerate(world.specs(5, 7)):
         for w_spec in [*world.specs(6, 7), None]:
-            x = world.place(whole, x_spec, requires_grad=True)
-            w = leaf(weight) if w_spec is None else world.place(weight, w_spec, requires_grad=True)
-            b_spec = bias_specs[(number + num_checked) % 3]
-            b = leaf(bias) if b_spec is None else world.place(bias, b_spec, requires_grad=True)
-            found = F.linear(x, w, b)
-            assert isinstance(found, ShardedTensor)
-            close(found.full_tensor().detach(), y.detach())
-            world.backward((found.full_tensor() * factors).sum())
-            for item, truth in zip((x, w, b), expected, strict=True):
-                if isinstance(item, ShardedTensor):
-                    world.assert_full_gradient(item, truth.grad)
-                else:
-                    close(world.gradient(item), truth.grad)
-            num_checked += 1
+            with world.fresh_gradients():
+                x = world.place(whole, x_spec, requires_grad=True)
+                w = leaf(weight) if w_spec is None else world.place(weight, w_spec, requires_grad=True)
+                b_spec = bias_specs[(number + num_checked) % 3]
+                b = leaf(bias) if b_spec is None else world.place(bias, b_spec, requires_grad=True)
+                found = F.linear(x, w, b)
+                assert isinstance(found, ShardedTensor)
+                close(found.full_tensor().detach(), y.detach())
+                world.backward((found.full_tensor() * factors).sum())
+                for item, truth in zip((x, w, b), expected, strict=True):
+                    if isinstance(item, ShardedTensor):
+                        world.assert_full_gradient(item, truth.grad)
+                    else:
+                        close(world.gradient(item), truth.grad)
+                num_checked += 1
     return num_checked
 
 

@@ -147,7 +147,8 @@ def scalar(values: torch.Tensor) -> torch.Tensor:
 def check_functions(world: World, keys: list[str]) -> int:
     for turn, key in enumerate(keys):
         try:
-            check_function(world, key, turn)
+            with world.fresh_gradients():
+                check_function(world, key, turn)
         except Exception as error:
             raise AssertionError(f"{key} (turn {turn}): {error!r}") from error
     return len(keys)

@@ -7,8 +7,9 @@ workers it runs once, in the test's own process, inside a context.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -103,6 +104,11 @@ class World(ABC):
     def place(self, tensor: torch.Tensor, spec: ShardingSpec, requires_grad: bool = False) -> ShardedTensor:
         """What `shard` makes. Ranks do not talk to each other: for the operands of many calls that a check is about."""
         return self.shard(tensor, spec, requires_grad)
+
+    @contextlib.contextmanager
+    def fresh_gradients(self) -> Iterator[None]:
+        """Over RPC workers, a context of its own for one case of many: one for all of them is searched ever longer."""
+        yield
 
     def full_gradient(self, tensor: ShardedTensor) -> torch.Tensor:
         """The gradients of all shards as one plain tensor; zero where there is none."""
@@ -205,6 +211,15 @@ class WorkerWorld(World):
 
     def backward(self, loss: torch.Tensor) -> None:
         self.context.backward(loss)
+
+    @contextlib.contextmanager
+    def fresh_gradients(self) -> Iterator[None]:
+        outer = self.context
+        try:
+            with gw.autograd.context() as self.context:
+                yield
+        finally:
+            self.context = outer
 
     def own(self, batch: torch.Tensor) -> torch.Tensor:
         return batch
