@@ -23,9 +23,9 @@ def template_ends_with_the_session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def template_is_prepared(template_ends_with_the_session: None) -> None:
-    """Import once in the template what each worker would import with a test's module."""
-    return_fork_server(borrow_fork_server(60.0, ["pytest"]))
+def template_is_prepared(request: pytest.FixtureRequest, template_ends_with_the_session: None) -> None:
+    """Import once in the template what each worker would: pytest, and what a test's module names in `WORKERS_IMPORT`."""
+    return_fork_server(borrow_fork_server(60.0, ["pytest", *getattr(request.module, "WORKERS_IMPORT", ())]))
 
 
 @pytest.fixture(scope="module", autouse=True)

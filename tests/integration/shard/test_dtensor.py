@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, dtensor
 from shard.worlds import GroupWorld, WorkerWorld, Worlds
 
+WORKERS_IMPORT = ["torch._dynamo"]  # DTensor does, for a second
 WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)
 WEIGHTS = WHOLE.sqrt() + 1
 
@@ -87,6 +88,7 @@ def check_all(world: GroupWorld) -> int:
     check_blocks(world)
     check_parts_of_the_ranks(world)
     check_refusals(world)
+    dist.barrier()  # no rank leaves while another one still connects to the groups of the last mesh
     return world.rank
 
 

@@ -49,14 +49,15 @@ def check_embedding(world: World, options: list[dict[str, Any]]) -> int:
         expected = F.embedding(ids, whole, **chosen)
         (expected * factors).sum().backward()
         for spec in world.specs(NUM_ROWS, WIDTH):
-            sharded = world.shard(weight, spec, requires_grad=True)
-            found = F.embedding(world.own(ids), sharded, **chosen)
-            assert not isinstance(found, ShardedTensor)
-            close(world.join(found), expected.detach())
-            world.backward((found * world.own(factors)).sum())
-            close(world.full_gradient(sharded), whole.grad)
-            close(sharded.full_tensor().detach(), whole.detach())  # max_norm changes it
-            num_checked += 1
+            with world.fresh_gradients():
+                sharded = world.place(weight, spec, requires_grad=True)
+                found = F.embedding(world.own(ids), sharded, **chosen)
+                assert not isinstance(found, ShardedTensor)
+                close(found.detach(), world.own(expected.detach()))
+                world.backward((found * world.own(factors)).sum())
+                world.assert_full_gradient(sharded, whole.grad)
+                close(sharded.full_tensor().detach(), whole.detach())  # max_norm changes it
+                num_checked += 1
     return num_checked
 
 

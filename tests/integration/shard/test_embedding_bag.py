@@ -81,14 +81,15 @@ def check_bags(world: World, mode: str, options: list[dict[str, Any]]) -> int:
         whole = weight.clone().requires_grad_()
         expected = look_up_alone(batch, whole, mode, chosen, factors)
         for spec in world.specs(NUM_ROWS, WIDTH):
-            sharded = world.shard(weight, spec, requires_grad=True)
-            found = F.embedding_bag(batch.own(batch.ids), sharded, batch.own_offsets, mode=mode, **chosen)
-            assert not isinstance(found, ShardedTensor)
-            close(world.join(found), expected.detach())
-            world.backward((found * world.own(factors)).sum())
-            close(world.full_gradient(sharded), whole.grad)
-            close(sharded.full_tensor().detach(), whole.detach())  # max_norm changes it
-            num_checked += 1
+            with world.fresh_gradients():
+                sharded = world.place(weight, spec, requires_grad=True)
+                found = F.embedding_bag(batch.own(batch.ids), sharded, batch.own_offsets, mode=mode, **chosen)
+                assert not isinstance(found, ShardedTensor)
+                close(found.detach(), world.own(expected.detach()))
+                world.backward((found * world.own(factors)).sum())
+                world.assert_full_gradient(sharded, whole.grad)
+                close(sharded.full_tensor().detach(), whole.detach())  # max_norm changes it
+                num_checked += 1
     return num_checked
 
 
@@ -109,7 +110,7 @@ def check_weights(world: World, sparse: bool) -> int:
     (expected * factors).sum().backward()
     num_checked = 0
     for spec in world.specs(NUM_ROWS, WIDTH):
-        sharded = world.shard(weight, spec, requires_grad=True)
+        sharded = world.place(weight, spec, requires_grad=True)
         own = batch.own(batch.weights).clone().requires_grad_()
         found = F.embedding_bag(
             batch.own(batch.ids),
@@ -120,10 +121,10 @@ def check_weights(world: World, sparse: bool) -> int:
             padding_idx=4,
             sparse=sparse,
         )
-        close(world.join(found), expected.detach())
+        close(found.detach(), world.own(expected.detach()))
         world.backward((found * world.own(factors)).sum())
-        close(world.full_gradient(sharded), whole.grad)
-        close(world.join(world.gradient(own)), weights.grad)
+        world.assert_full_gradient(sharded, whole.grad)
+        close(world.gradient(own), batch.own(weights.grad))  # type: ignore[arg-type]
         num_checked += 1
     return num_checked
 
@@ -139,17 +140,18 @@ def check_forms_of_input(world: World) -> None:
     ids = torch.randint(NUM_ROWS, (7, 4))
     weights = randn(7, 4)
     for spec in world.specs(NUM_ROWS, WIDTH):
-        sharded = world.shard(weight, spec)
+        sharded = world.place(weight, spec)
         rows = world.own(ids)
-        close(world.join(F.embedding_bag(rows, sharded)), F.embedding_bag(ids, weight))
-        close(world.join(F.embedding_bag(rows.int(), sharded, mode="max")), F.embedding_bag(ids, weight, mode="max"))
+        close(F.embedding_bag(rows, sharded), world.own(F.embedding_bag(ids, weight)))
+        found = F.embedding_bag(rows.int(), sharded, mode="max")
+        close(found, world.own(F.embedding_bag(ids, weight, mode="max")))
         close(
-            world.join(F.embedding_bag(rows, sharded, mode="sum", per_sample_weights=world.own(weights))),
-            F.embedding_bag(ids, weight, mode="sum", per_sample_weights=weights),
+            F.embedding_bag(rows, sharded, mode="sum", per_sample_weights=world.own(weights)),
+            world.own(F.embedding_bag(ids, weight, mode="sum", per_sample_weights=weights)),
         )
         ends = torch.arange(0, rows.numel() + 1, 4)
         found = F.embedding_bag(rows.reshape(-1), sharded, ends, include_last_offset=True)
-        close(world.join(found), F.embedding_bag(ids, weight))
+        close(found, world.own(F.embedding_bag(ids, weight)))
         assert F.embedding_bag(rows[:0], sharded).size() == (0, WIDTH)
         nothing = F.embedding_bag(rows[0, :0], sharded, torch.zeros(3, dtype=torch.int64), mode="max")
         assert torch.equal(nothing, torch.zeros(3, WIDTH, dtype=torch.float64))

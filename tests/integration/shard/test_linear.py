@@ -29,6 +29,14 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_()
 
 
+def close_to_all(world: World, result: torch.Tensor, expected: torch.Tensor) -> None:
+    """That a result is this, if it is divided, and else that everybody's own rows are those of this."""
+    if isinstance(result, ShardedTensor):
+        close(result.full_tensor().detach(), expected)
+    else:
+        close(result.detach(), world.own(expected))
+
+
 def everybody(world: World, result: torch.Tensor) -> torch.Tensor:
     """All rows of a result, whether it is divided or everybody's own."""
     return result.full_tensor().detach() if isinstance(result, ShardedTensor) else world.join(result)
@@ -65,12 +73,12 @@ def check_linear(world: World, lead: tuple[int, ...], with_bias: bool) -> int:
     num_plain = 0
     for spec in world.specs(6, 7):
         x, b = leaf(world.own(whole)), leaf(bias)
-        w = world.shard(weight, spec, requires_grad=True)
+        w = world.place(weight, spec, requires_grad=True)
         found = F.linear(x, w, b if with_bias else None)
-        close(everybody(world, found), y.detach())
+        close_to_all(world, found, y.detach())
         world.backward(loss_of(world, found, factors))
-        close(world.full_gradient(w), expected[1].grad)
-        close(world.join(world.gradient(x)), expected[0].grad)
+        world.assert_full_gradient(w, expected[1].grad)
+        close(world.gradient(x), world.own(expected[0].grad))
         if with_bias:
             close(world.gradient(b), expected[2].grad)
         num_plain += not isinstance(found, ShardedTensor)
@@ -103,18 +111,21 @@ def check_linear_of_sharded(world: World) -> int:
     num_checked = 0
     for number, x_spec in enumerate(world.specs(5, 7)):
         for w_spec in [*world.specs(6, 7), None]:
-            x = world.shard(whole, x_spec, requires_grad=True)
-            w = leaf(weight) if w_spec is None else world.shard(weight, w_spec, requires_grad=True)
-            b_spec = bias_specs[(number + num_checked) % 3]
-            b = leaf(bias) if b_spec is None else world.shard(bias, b_spec, requires_grad=True)
-            found = F.linear(x, w, b)
-            assert isinstance(found, ShardedTensor)
-            close(found.full_tensor().detach(), y.detach())
-            world.backward((found.full_tensor() * factors).sum())
-            for item, truth in zip((x, w, b), expected, strict=True):
-                is_sharded = isinstance(item, ShardedTensor)
-                close(world.full_gradient(item) if is_sharded else world.gradient(item), truth.grad)
-            num_checked += 1
+            with world.fresh_gradients():
+                x = world.place(whole, x_spec, requires_grad=True)
+                w = leaf(weight) if w_spec is None else world.place(weight, w_spec, requires_grad=True)
+                b_spec = bias_specs[(number + num_checked) % 3]
+                b = leaf(bias) if b_spec is None else world.place(bias, b_spec, requires_grad=True)
+                found = F.linear(x, w, b)
+                assert isinstance(found, ShardedTensor)
+                close(found.full_tensor().detach(), y.detach())
+                world.backward((found.full_tensor() * factors).sum())
+                for item, truth in zip((x, w, b), expected, strict=True):
+                    if isinstance(item, ShardedTensor):
+                        world.assert_full_gradient(item, truth.grad)
+                    else:
+                        close(world.gradient(item), truth.grad)
+                num_checked += 1
     return num_checked
 
 
@@ -130,10 +141,10 @@ def check_few_rows(world: World) -> None:
     for dim in (0, 1):
         x, w = leaf(world.own(whole)), world.shard(weight, world.chunks(dim), requires_grad=True)
         y = F.linear(x, w)
-        close(everybody(world, y), whole @ weight.t())
+        close_to_all(world, y, whole @ weight.t())
         world.backward(loss_of(world, y, torch.ones(1, 2, dtype=torch.float64)))
-        close(world.full_gradient(w), whole.expand(2, 3))
-        close(world.join(world.gradient(x)), weight.sum(0, keepdim=True))
+        world.assert_full_gradient(w, whole.expand(2, 3))
+        close(world.gradient(x), world.own(weight.sum(0, keepdim=True)))
 
 
 @BACKENDS
@@ -148,7 +159,7 @@ def check_dtypes(world: World) -> list[str]:
         whole, weight, bias = (torch.randn(*size, dtype=dtype) for size in ((7, 6), (6, 4), (4,)))
         expected = whole.t().conj().t() @ weight + bias
         for spec in world.specs(4, 6):
-            found = F.linear(world.own(whole.t().conj().t()), world.shard(weight.t(), spec), bias)
+            found = F.linear(world.own(whole.t().conj().t()), world.place(weight.t(), spec), bias)
             assert_close(everybody(world, found), expected, rtol=0.1, atol=0.1)
             seen.append(str(found.dtype))
     if not isinstance(world, WorkerWorld):  # workers have settings of their own
@@ -175,20 +186,20 @@ def check_matmul(world: World) -> int:
     truth = left @ right
     num_checked = 0
     for spec in world.specs(5, 7):
-        r = world.shard(right, spec)
+        r = world.place(right, spec)
         x = world.own(left)
         for found in (x @ r, torch.matmul(x, r), x.matmul(r), torch.mm(x, r), x.mm(r)):
-            close(everybody(world, found), truth)
+            close_to_all(world, found, truth)
             num_checked += 1
-        turned = world.shard(right.t(), spec=world.blocks(7, 5))
-        close(everybody(world, x @ turned.t()), truth)
-        close(everybody(world, x @ turned.T), truth)
-        close(everybody(world, x @ turned.transpose(-1, 0)), truth)
-        close(everybody(world, torch.addmm(right[0], x, r, beta=0.5)), truth + 0.5 * right[0])
+        turned = world.place(right.t(), spec=world.blocks(7, 5))
+        close_to_all(world, x @ turned.t(), truth)
+        close_to_all(world, x @ turned.T, truth)
+        close_to_all(world, x @ turned.transpose(-1, 0), truth)
+        close_to_all(world, torch.addmm(right[0], x, r, beta=0.5), truth + 0.5 * right[0])
     for spec in world.specs(6, 5):
-        x = world.shard(left, spec)
+        x = world.place(left, spec)
         close((x @ right).full_tensor(), truth)  # type: ignore[attr-defined]
-        close((x @ world.shard(right, world.chunks(1))).full_tensor(), truth)  # type: ignore[attr-defined]
+        close((x @ world.place(right, world.chunks(1))).full_tensor(), truth)  # type: ignore[attr-defined]
         num_checked += 2
     return num_checked
 
@@ -201,7 +212,7 @@ def test_matmul(worlds: Worlds, backend: str) -> None:
 def check_transposed_gradient(world: World) -> None:
     weight, factors = randn(4, 6), randn(6, 4)
     for spec in world.specs(4, 6):
-        w = world.shard(weight, spec, requires_grad=True)
+        w = world.place(weight, spec, requires_grad=True)
         turned = w.t()
         assert isinstance(turned, ShardedTensor)
         assert turned.size() == (6, 4)
@@ -209,7 +220,7 @@ def check_transposed_gradient(world: World) -> None:
         assert turned.requires_grad
         assert torch.equal(turned.full_tensor(), weight.t())
         world.backward((turned.full_tensor() * factors).sum())
-        close(world.full_gradient(w), factors.t())
+        world.assert_full_gradient(w, factors.t())
 
 
 @BACKENDS

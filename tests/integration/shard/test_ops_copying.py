@@ -27,16 +27,16 @@ def check_kinds_of_operands(world: World) -> int:
     others = {size: numbers(*size) + 1 for size in ((7, 5), (5,), (1, 5), (7, 1), (1, 1), (), (1,))}
     for spec in (world.chunks(0), world.uneven(1, 7, 5), world.blocks(7, 5)):
         for size, other in others.items():
-            compare_products(world, world.shard(whole, spec, True), other.clone().requires_grad_(), whole, other)
+            compare_products(world, world.place(whole, spec, True), other.clone().requires_grad_(), whole, other)
             num_checked += 1
             if len(size) == 2:
-                sharded = world.shard(other, world.chunks(num_checked % 2), True)
-                compare_products(world, world.shard(whole, spec, True), sharded, whole, other)
+                sharded = world.place(other, world.chunks(num_checked % 2), True)
+                compare_products(world, world.place(whole, spec, True), sharded, whole, other)
     row, large = numbers(5), numbers(3, 7, 5)
-    compare_products(world, world.shard(row, world.chunks(), True), large.clone().requires_grad_(), row, large)
+    compare_products(world, world.place(row, world.chunks(), True), large.clone().requires_grad_(), row, large)
     column, line = numbers(7, 1), numbers(1, 5)
     for spec in (world.chunks(0), world.uneven(0, 7, 1)):
-        compare_products(world, world.shard(column, spec, True), world.shard(line, world.chunks(1), True), column, line)
+        compare_products(world, world.place(column, spec, True), world.place(line, world.chunks(1), True), column, line)
     return num_checked
 
 
@@ -107,7 +107,7 @@ def check_group_gradients(world: World) -> None:
     assert isinstance(world, GroupWorld)
     whole = numbers(7, 5)
     for spec in world.specs(7, 5):
-        tensor = world.shard(whole, spec, True)
+        tensor = world.place(whole, spec, True)
         middle = tensor * 3
         middle.retain_grad()
         (middle * middle).sum().backward()
@@ -128,7 +128,7 @@ def check_group_gradients(world: World) -> None:
 def check_copies(world: World) -> None:
     whole = numbers(7, 5)
     for spec, other_spec in zip(world.specs(7, 5), reversed(world.specs(7, 5)), strict=True):
-        tensor = world.shard(whole, spec)
+        tensor = world.place(whole, spec)
         assert torch.equal(torch.add(tensor, other=tensor, alpha=2), torch.add(whole, whole, alpha=2))
         assert torch.equal(
             torch.div(input=tensor, other=0.25, rounding_mode="floor"), whole.div(0.25, rounding_mode="floor")
@@ -143,7 +143,7 @@ def check_copies(world: World) -> None:
         assert not tensor.allclose(copy)
         assert tensor.allclose(copy, atol=1.5)
         alias = tensor.detach()
-        alias.copy_(world.shard(whole * 3, other_spec))
+        alias.copy_(world.place(whole * 3, other_spec))
         assert torch.equal(tensor, whole * 3)
         tensor.copy_(whole.float())
         assert torch.equal(alias, whole.float().double())
@@ -304,9 +304,9 @@ def check_layer_norm(world: World) -> None:
             plain = [item.clone().requires_grad_() for item in (whole, *weights)]
             expected = getattr(functional, name)(plain[0], (5,), *plain[1:], eps=1e-3)
             (expected * whole).sum().backward()
-            ours: list[torch.Tensor] = [world.shard(whole, spec, True)]
+            ours: list[torch.Tensor] = [world.place(whole, spec, True)]
             ours += [item.clone().requires_grad_() for item in weights[:1]]
-            ours += [world.shard(item, world.chunks(), True) for item in weights[1:]]  # a sharded bias
+            ours += [world.place(item, world.chunks(), True) for item in weights[1:]]  # a sharded bias
             found = getattr(functional, name)(ours[0], (5,), *ours[1:], eps=1e-3)
             assert found.requires_grad
             full = found.full_tensor()

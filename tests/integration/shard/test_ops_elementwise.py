@@ -101,7 +101,7 @@ def spread(world: World, values: list[Any], turn: int) -> list[Any]:
             found.append(value.clone().requires_grad_(gradient_flag(value)))
         else:
             spec = specs[(turn + (turn + number) % 3 * number) % len(specs)]
-            found.append(world.shard(value, spec, requires_grad=gradient_flag(value)))
+            found.append(world.place(value, spec, requires_grad=gradient_flag(value)))
     return found
 
 
@@ -147,7 +147,8 @@ def scalar(values: torch.Tensor) -> torch.Tensor:
 def check_functions(world: World, keys: list[str]) -> int:
     for turn, key in enumerate(keys):
         try:
-            check_function(world, key, turn)
+            with world.fresh_gradients():
+                check_function(world, key, turn)
         except Exception as error:
             raise AssertionError(f"{key} (turn {turn}): {error!r}") from error
     return len(keys)

@@ -139,7 +139,8 @@ def check_reductions(world: World, names: list[str], with_ties: bool) -> int:
             for spec in (specs[turn % len(specs)], specs[(turn + 2) % len(specs)]):
                 turn += 1
                 try:
-                    compare(world, whole, world.shard(whole, spec, requires_grad=True), function)
+                    with world.fresh_gradients():
+                        compare(world, whole, world.place(whole, spec, requires_grad=True), function)
                 except Exception as error:
                     raise AssertionError(f"{name}, way {number}, {spec}: {error!r}") from error
     return turn

@@ -12,6 +12,7 @@ from closeness import assert_close
 from gradwire.shard import ChunkShardingSpec, ShardedTensor, ShardingSpec
 from shard.worlds import World, Worlds
 
+WORKERS_IMPORT = ["torch._dynamo"]  # batched products do in part, for half a second
 BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 View = Callable[[Any], Any]
 
@@ -38,22 +39,23 @@ def check_views(world: World, views: Sequence[View], size: list[int], specs: Seq
     num_checked = 0
     for spec in specs:
         for view in views:
-            plain, sharded = whole.clone().requires_grad_(), world.shard(whole, spec, requires_grad=True)
-            expected, found = _several(view(plain)), _several(view(sharded))
-            assert len(found) == len(expected)
-            total, plain_total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
-            for mine, other in zip(found, expected, strict=True):
-                assert isinstance(mine, ShardedTensor)
-                full = mine.full_tensor()
-                assert full.size() == other.size()
-                assert_close(full, other)
-                weights = torch.arange(1.0, other.numel() + 1, dtype=torch.float64).view(other.size())
-                total, plain_total = total + (full * weights).sum(), plain_total + (other * weights).sum()
-            world.backward(total)
-            plain_total.backward()  # type: ignore[no-untyped-call]
-            assert plain.grad is not None
-            world.assert_gradient(sharded, plain.grad)
-            num_checked += 1
+            with world.fresh_gradients():
+                plain, sharded = whole.clone().requires_grad_(), world.place(whole, spec, requires_grad=True)
+                expected, found = _several(view(plain)), _several(view(sharded))
+                assert len(found) == len(expected)
+                total, plain_total = torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.float64)
+                for mine, other in zip(found, expected, strict=True):
+                    assert isinstance(mine, ShardedTensor)
+                    full = mine.full_tensor()
+                    assert full.size() == other.size()
+                    assert_close(full, other)
+                    weights = torch.arange(1.0, other.numel() + 1, dtype=torch.float64).view(other.size())
+                    total, plain_total = total + (full * weights).sum(), plain_total + (other * weights).sum()
+                world.backward(total)
+                plain_total.backward()  # type: ignore[no-untyped-call]
+                assert plain.grad is not None
+                world.assert_gradient(sharded, plain.grad)
+                num_checked += 1
     return num_checked
 
 
@@ -152,8 +154,8 @@ def check_bmm(world: World) -> int:
         (None, world.chunks(2)),
     ]
     for left_spec, right_spec in pairs:
-        a = world.shard(left, left_spec, requires_grad=True) if left_spec else left.clone().requires_grad_()
-        b = world.shard(right, right_spec, requires_grad=True) if right_spec else right.clone().requires_grad_()
+        a = world.place(left, left_spec, requires_grad=True) if left_spec else left.clone().requires_grad_()
+        b = world.place(right, right_spec, requires_grad=True) if right_spec else right.clone().requires_grad_()
         made = a.bmm(b) if left_spec else torch.bmm(input=a, mat2=b)
         assert isinstance(made, ShardedTensor)
         full = made.full_tensor()

@@ -8,12 +8,12 @@ import random
 import pytest
 import torch
 
-from gradwire.shard import redistribute
+from gradwire.shard import ShardingSpec, redistribute
 from gradwire.shard.layout import Box, Layout
 from gradwire.shard.redistribute import move, traffic
 from gradwire.shard.sharded_tensor import reshard
 from shard.groups import Ranks
-from shard.worlds import World, Worlds
+from shard.worlds import GroupWorld, World, Worlds
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +30,7 @@ def check_all_pairs(world: World) -> int:
     num_checked = 0
     for old in world.specs(7, 5):
         for new in world.specs(7, 5):
-            sharded = world.shard(whole, old, requires_grad=True)
+            sharded = world.place(whole, old, requires_grad=True)
             moved = sharded.redistribute(new)
             assert moved.sharding_spec() is new
             assert moved.requires_grad
@@ -40,6 +40,36 @@ def check_all_pairs(world: World) -> int:
             assert torch.equal(world.full_gradient(sharded), weights)
             num_checked += 1
     return num_checked
+
+
+def check_sharding(world: GroupWorld) -> None:
+    others = [torch.bfloat16, torch.complex128, torch.int64, torch.bool]
+    for size in ((7, 5), (1, 3), (6, 3, 4), (5,)):
+        for turn, spec in enumerate([*world.specs(*size), world.chunks(-1)]):
+            for dtype in (torch.float64, others[turn % len(others)]):
+                whole = (torch.randn(size) * 5).to(dtype)
+                compare_with_placed(world, whole, spec, dtype == torch.float64 or dtype.is_complex)
+
+
+def compare_with_placed(world: GroupWorld, whole: torch.Tensor, spec: ShardingSpec, requires_grad: bool) -> None:
+    """What a source sends is what everybody cuts from a copy: the same metadata, elements, layout, memory and spec."""
+    sharded, placed = (make(whole, spec, requires_grad) for make in (world.shard, world.place))
+    assert sharded.sharding_spec() is placed.sharding_spec() is spec
+    assert sharded.metadata() == placed.metadata()
+    assert sharded._layout == placed._layout
+    assert (sharded.requires_grad, sharded.is_leaf) == (placed.requires_grad, placed.is_leaf) == (requires_grad, True)
+    assert torch.equal(sharded.full_tensor(), whole)
+    for sent, cut_out in zip(sharded._parts, placed._parts, strict=True):
+        assert torch.equal(sent, cut_out)
+        assert (sent.dtype, sent.requires_grad) == (cut_out.dtype, cut_out.requires_grad)
+        assert sent.is_contiguous()
+        assert cut_out.is_contiguous()
+        assert sent.untyped_storage().nbytes() == cut_out.untyped_storage().nbytes()
+
+
+@pytest.mark.parametrize("num_places", [1, 2, 3, 4])
+def test_sharding_by_any_spec(worlds: Worlds, num_places: int) -> None:
+    assert worlds.check("group", num_places, check_sharding) == [None] * num_places
 
 
 def check_local_shards(world: World) -> int:

@@ -7,8 +7,9 @@ workers it runs once, in the test's own process, inside a context.
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,7 +19,15 @@ import gradwire as gw
 from closeness import assert_close
 from gradwire.cluster.api import Cluster
 from gradwire.rref import RRef
-from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardedTensor, ShardingSpec, ShardMetadata
+from gradwire.shard import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    Shard,
+    ShardedTensor,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
 from shard.groups import Ranks
 
 Check = Callable[..., Any]
@@ -92,14 +101,27 @@ class World(ABC):
         made = spec.shard(tensor.detach().contiguous())
         return made.requires_grad_(requires_grad)  # type: ignore[return-value]
 
+    def place(self, tensor: torch.Tensor, spec: ShardingSpec, requires_grad: bool = False) -> ShardedTensor:
+        """What `shard` makes. Ranks do not talk to each other: for the operands of many calls that a check is about."""
+        return self.shard(tensor, spec, requires_grad)
+
+    @contextlib.contextmanager
+    def fresh_gradients(self) -> Iterator[None]:
+        """Over RPC workers, a context of its own for one case of many: one for all of them is searched ever longer."""
+        yield
+
     def full_gradient(self, tensor: ShardedTensor) -> torch.Tensor:
         """The gradients of all shards as one plain tensor; zero where there is none."""
         full = torch.zeros(tensor.size(), dtype=tensor.dtype)
         for metadata, gradient in zip(tensor.metadata().shards_metadata, self.part_gradients(tensor), strict=True):
             if gradient is not None:
-                slices = [slice(o, o + s) for o, s in zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)]
-                full[tuple(slices)] = gradient
+                full[_slices(metadata)] = gradient
         return full
+
+    def assert_full_gradient(self, tensor: ShardedTensor, expected: torch.Tensor | None) -> None:
+        """That `full_gradient` is this one, which may be sparse, with the tolerances of its dtype."""
+        assert expected is not None
+        assert_close(self.full_gradient(tensor), _dense(expected))
 
     def assert_gradient(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         """That a tensor got this gradient; sharded ones are looked at where that costs the least."""
@@ -151,13 +173,30 @@ class GroupWorld(World):
     def gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
         return tensor.grad
 
+    def place(self, tensor: torch.Tensor, spec: ShardingSpec, requires_grad: bool = False) -> ShardedTensor:
+        tensor = tensor.detach().contiguous()
+        metadata = spec.build_metadata(tensor.size(), TensorProperties.create_from_tensor(tensor))
+        own = [
+            Shard(tensor[_slices(item)].clone(memory_format=torch.contiguous_format), item)
+            for item in metadata.shards_metadata
+            if item.placement.rank() == self.rank  # type: ignore[union-attr]
+        ]
+        made = ShardedTensor._init_from_local_shards_and_global_metadata(own, metadata, sharding_spec=spec)  # type: ignore[attr-defined]
+        return made.requires_grad_(requires_grad)  # type: ignore[no-any-return]
+
+    def assert_full_gradient(self, tensor: ShardedTensor, expected: torch.Tensor | None) -> None:
+        whole = _dense(expected)
+        assert whole is not None
+        for shard in tensor.local_shards():  # every rank looks at its own
+            gradient = _dense(shard.tensor.grad)
+            found = torch.zeros(shard.tensor.size(), dtype=tensor.dtype) if gradient is None else gradient
+            assert_close(found, whole[_slices(shard.metadata)])
+
     def assert_gradient(self, tensor: torch.Tensor, expected: torch.Tensor) -> None:
         if not isinstance(tensor, ShardedTensor):
             return super().assert_gradient(tensor, expected)
         for shard in tensor.local_shards():  # every rank looks at its own
-            box = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
-            part = expected[tuple(slice(start, start + length) for start, length in box)]
-            assert_close(_dense(shard.tensor.grad), part, rtol=1e-10, atol=1e-12)
+            assert_close(_dense(shard.tensor.grad), expected[_slices(shard.metadata)], rtol=1e-10, atol=1e-12)
         return None
 
 
@@ -172,6 +211,15 @@ class WorkerWorld(World):
 
     def backward(self, loss: torch.Tensor) -> None:
         self.context.backward(loss)
+
+    @contextlib.contextmanager
+    def fresh_gradients(self) -> Iterator[None]:
+        outer = self.context
+        try:
+            with gw.autograd.context() as self.context:
+                yield
+        finally:
+            self.context = outer
 
     def own(self, batch: torch.Tensor) -> torch.Tensor:
         return batch
@@ -194,6 +242,12 @@ class WorkerWorld(World):
 def _gradient_of(context_id: int, part: RRef[torch.Tensor]) -> torch.Tensor | None:
     with torch.no_grad():
         return _dense(gw.autograd.get_gradients(context_id).get(part.to_here()))
+
+
+def _slices(metadata: ShardMetadata) -> tuple[slice, ...]:
+    """Of the whole, those of a shard."""
+    box = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
+    return tuple(slice(start, start + length) for start, length in box)
 
 
 def _dense(gradient: torch.Tensor | None) -> torch.Tensor | None:
