@@ -126,14 +126,16 @@ def run(program: Path, folder: Path, *arguments: str, timeout_s: float = DEADLIN
     return Ran(program, process.returncode, out, err)
 
 
-def run_together(jobs: list[tuple[Path, Path, list[str]]], folder: Path, *, are_ranks: bool) -> list[Ran]:
+def run_together(
+    jobs: list[tuple[Path, Path, list[str]]], folder: Path, *, are_ranks: bool, **environment: str
+) -> list[Ran]:
     """Run programs one after the other in one interpreter, each in its folder and with its arguments."""
     results = [folder / f"results{number}" for number in range(len(jobs))]
     described = [
         (str(program), str(place), str(result), arguments, are_ranks)
         for (program, place, arguments), result in zip(jobs, results, strict=True)
     ]
-    runner = run(RUNNER, folder, json.dumps(described), timeout_s=GROUP_DEADLINE_S)
+    runner = run(RUNNER, folder, json.dumps(described), timeout_s=GROUP_DEADLINE_S, **environment)
     return [_result(program, result, runner) for (program, _, _), result in zip(jobs, results, strict=True)]
 
 
