@@ -54,7 +54,7 @@ _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NU
 
 
 _PlainPopen = subprocess.Popen  # also where another class takes its place
-_plain_spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds  # type: ignore[attr-defined]
+_plain_spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
 
 
 class Request(TypedDict):
@@ -352,10 +352,10 @@ def _be_quick(path: list[str]) -> None:
     global _source
     _source = _fork_source(path)
     subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
-    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[attr-defined]
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
 
 
-def _spawn(executable: bytes, arguments: Sequence[bytes | str], descriptors: Sequence[int]) -> int:
+def _spawn(executable: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """Takes the place of the function that starts processes of `multiprocessing`: the id of a fork, where it can be one."""
     command = [os.fsdecode(argument) for argument in arguments]
     if command[1] != "-c" or command[-1] != "--multiprocessing-fork":  # has options, or counts what others share

@@ -130,7 +130,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
             [sys.executable, "-c", EACH, json.dumps(programs)], capture_output=True, text=True, timeout=100, check=False
         )
         assert done.returncode == 0, done.stderr
-        return Outcomes(*map(json.loads, done.stdout.splitlines()), user.result())
+        found, late, late_otherwise, owner = map(json.loads, done.stdout.splitlines())
+        return Outcomes(found, late, late_otherwise, owner, user.result())
 
 
 @pytest.fixture
