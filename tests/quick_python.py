@@ -22,6 +22,7 @@ import ctypes
 import fcntl
 import functools
 import json
+import multiprocessing.util
 import os
 import pickle
 import runpy
@@ -53,6 +54,7 @@ _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NU
 
 
 _PlainPopen = subprocess.Popen  # also where another class takes its place
+_plain_spawn: Callable[..., int] = multiprocessing.util.spawnv_passfds
 
 
 class Request(TypedDict):
@@ -350,6 +352,25 @@ def _be_quick(path: list[str]) -> None:
     global _source
     _source = _fork_source(path)
     subprocess.Popen = PopenOfPrograms  # type: ignore[misc]
+    multiprocessing.util.spawnv_passfds = _spawn  # type: ignore[assignment]
+
+
+def _spawn(executable: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
+    """Takes the place of the function that starts processes of `multiprocessing`: the id of a fork, where it can be one."""
+    command = [os.fsdecode(argument) for argument in arguments]
+    if command[1] != "-c" or command[-1] != "--multiprocessing-fork":  # has options, or counts what others share
+        return _plain_spawn(executable, arguments, descriptors)
+    request = Request(
+        arguments=command[1:],
+        environment=dict(os.environ),
+        namespace=None,
+        folder=os.getcwd(),
+        new_session=False,
+        prepare=None,
+        targets=[0, 1, 2, *descriptors],
+    )
+    with _lock:
+        return _fork(request, [0, 1, 2, *descriptors])
 
 
 def _place(descriptors: list[int], targets: list[int]) -> None:

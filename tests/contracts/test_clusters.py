@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -33,7 +34,8 @@ def groups(**checks: list[str]) -> pytest.MarkDecorator:
 @pytest.fixture(autouse=True)
 def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the programs of the checks need; the first check of each kind of cluster starts fresh interpreters."""
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    here = Path(__file__).parent
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("JOB_FOLDER", str(tmp_path / "jobs"))
     monkeypatch.setattr(subprocess, "Popen", quick_python.PopenOfPrograms)
     if "works" not in request.node.callspec.params["checks"]:

@@ -95,6 +95,32 @@ def test_programs_of_a_program_are_its_children_and_end_as_others_do() -> None:
     assert (run.stdout, run.stderr) == ("PopenOfPrograms 5 True\n", "")
 
 
+SPAWNS = """
+import multiprocessing, os, sys
+
+def work(queue):
+    queue.put((__name__, os.getppid(), "torch" in sys.modules))
+    sys.exit(5)
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.SimpleQueue()
+    process = spawn.Process(target=work, args=(queue,))
+    process.start()
+    name, parent, is_fork = queue.get()
+    process.join(60)
+    print(name, parent == os.getpid(), is_fork, process.exitcode)
+"""
+
+
+@pytest.mark.parametrize("nested", ["", "1"])
+def test_processes_of_multiprocessing_in_a_program_are_its_children(tmp_path: Path, nested: str) -> None:
+    (tmp_path / "program.py").write_text(SPAWNS)
+    environment = {**os.environ, quick_python.NESTED: nested}
+    run = quick_python.run([sys.executable, str(tmp_path / "program.py")], timeout=60, env=environment)
+    assert (run.stdout, run.stderr) == (f"__mp_main__ True {bool(nested)} 5\n", "")
+
+
 def test_the_source_of_a_program_ends_with_it() -> None:
     program = "import os; print(*open('/proc/self/task/%d/children' % os.getpid()).read().split(), flush=True); input()"
     with quick_python.Popen(

@@ -145,11 +145,7 @@ def _result(program: Path, result: Path, runner: Ran) -> Ran:
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    environment = ENVIRONMENTS.get(name, {})
-    with contextlib.ExitStack() as stack:
-        if name == "on_ray.py":
-            environment = {"RAY_ADDRESS": stack.enter_context(nodes_of_a_program({"num_cpus": 2}))}
-        ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **environment)
+    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **ENVIRONMENTS.get(name, {}))
     return {name: [_without_files(ran, folder)]}
 
 
@@ -207,15 +203,24 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         (run_documents, [name for name in wanted["document"] if not _changes_torch(name)]),
         (run_documents, [name for name in wanted["document"] if _changes_torch(name)]),
     )
-    for function, names in groups:  # the longest first
-        if names:
-            found |= dict.fromkeys(names, pool.submit(function, names, tmp_path_factory.mktemp("programs")))
-    for name in START_PROCESSES.intersection(wanted["example"]):
-        found[name] = pool.submit(run_example, name, tmp_path_factory.mktemp("example"))
-    for name in wanted["notebook"]:
-        found[name] = pool.submit(run_notebook, name, tmp_path_factory.mktemp("notebook"))
-    yield found
-    pool.shutdown(cancel_futures=True)
+    with contextlib.ExitStack() as stack:
+        if "on_ray.py" in wanted["example"] or any(map(_needs_ray, wanted["document"])):
+            address = stack.enter_context(nodes_of_a_program({"num_cpus": 4}))  # two programs may run at a time
+            stack.enter_context(pytest.MonkeyPatch.context()).setenv("RAY_ADDRESS", address)
+        for function, names in groups:  # the longest first
+            if names:
+                found |= dict.fromkeys(names, pool.submit(function, names, tmp_path_factory.mktemp("programs")))
+        for name in START_PROCESSES.intersection(wanted["example"]):
+            found[name] = pool.submit(run_example, name, tmp_path_factory.mktemp("example"))
+        for name in wanted["notebook"]:
+            found[name] = pool.submit(run_notebook, name, tmp_path_factory.mktemp("notebook"))
+        yield found
+        pool.shutdown(cancel_futures=True)
+
+
+def _needs_ray(document: str) -> bool:
+    """Whether one of its programs would start Ray, if there were none that it can join."""
+    return any("Cluster.ray(" in shown.text for shown in shown_in(document))
 
 
 def _changes_torch(document: str) -> bool:

@@ -6,8 +6,7 @@ import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -43,35 +42,6 @@ except RuntimeError as error:
 is_antigravity = "antigravity" in sys.modules
 print(json.dumps({name: globals()[name] for name in ("left_out", "unknown", "lost", "is_antigravity", "loading")}))
 """
-
-
-@pytest.fixture(scope="module")
-def outcome() -> dict[str, Any]:
-    """What a fresh process finds under the names that this one, which has imported everything, knows."""
-    runtime.import_all()
-    names = [
-        [name for name in table if name.startswith("gradwire.")] for table in (functions.exposed, _registry.BY_NAME)
-    ]
-    assert {"gradwire.optim.make", "gradwire.checkpoint.write", "gradwire.nn.make"} <= set(names[0])
-    assert {"gradwire.ShardedTensor", "gradwire.RemoteModule", "gradwire.RRef"} <= set(names[1])
-    found: dict[str, Any] = run(PROGRAM, json.dumps(names))
-    return found
-
-
-def test_whatever_gradwire_registers_is_found_in_a_fresh_worker(outcome: dict[str, Any]) -> None:
-    assert outcome["left_out"] == list(runtime.DEFERRED), "otherwise this shows nothing"
-    assert outcome["lost"] == []
-
-
-def test_nothing_else_is_imported_for_a_name(outcome: dict[str, Any]) -> None:
-    assert outcome["unknown"] == [None, None, False]
-    assert not outcome["is_antigravity"]
-
-
-def test_torch_load_takes_a_sharded_tensor(outcome: dict[str, Any]) -> None:
-    assert "initialize default process group" in outcome["loading"]
-
-
 START_WORKERS = """
 import json, secrets, sys
 import gradwire
@@ -92,18 +62,6 @@ for agent in agents:
     agent.close()
 print(json.dumps(sorted(late)))
 """
-
-
-@pytest.mark.parametrize("before", ["import_all", "nothing"])
-def test_import_all_leaves_nothing_to_import_for_a_worker_that_starts(before: str) -> None:
-    """A process that forks workers imports everything once, for all of them."""
-    late = run(START_WORKERS, before)
-    if before == "import_all":
-        assert late == []
-    else:
-        assert {"gradwire.autograd.engine", "gradwire.rref.context"} <= set(late), "otherwise this shows nothing"
-
-
 OWNER = """
 import json, sys
 import gradwire
@@ -128,20 +86,81 @@ del module, rref  # a shutdown waits for references
 rpc.shutdown()
 print(json.dumps([shape, value]))
 """
+# Processes for one program after the other: copies of one that has torch and nothing of gradwire.
+EACH = """
+import json, os, sys, torch
+for program, *arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    if os.fork() == 0:
+        exec(program, {"__name__": "__main__"})
+        sys.stdout.flush()
+        os._exit(0)
+    assert os.wait()[1] == 0
+"""
 
 
-def test_a_worker_serves_operations_of_a_package_that_it_has_not_imported(tmp_path: Path) -> None:
-    meeting = str(tmp_path / "meeting")
+class Outcomes(NamedTuple):
+    """What programs print, each in a process that has not imported gradwire before."""
+
+    names: dict[str, Any]  # that this process knows, which has imported everything
+    late: list[str]
+    late_otherwise: list[str]
+    owner: list[bool]
+    user: subprocess.CompletedProcess[str]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    runtime.import_all()
+    names = [
+        [name for name in table if name.startswith("gradwire.")] for table in (functions.exposed, _registry.BY_NAME)
+    ]
+    assert {"gradwire.optim.make", "gradwire.checkpoint.write", "gradwire.nn.make"} <= set(names[0])
+    assert {"gradwire.ShardedTensor", "gradwire.RemoteModule", "gradwire.RRef"} <= set(names[1])
+    meeting = str(tmp_path_factory.mktemp("runtime") / "meeting")
+    programs = [
+        (PROGRAM, json.dumps(names)),
+        (START_WORKERS, "import_all"),
+        (START_WORKERS, "nothing"),
+        (OWNER, meeting),
+    ]
     with ThreadPoolExecutor(1) as pool:
         user = pool.submit(quick_python.run, [sys.executable, "-c", USER, meeting], timeout=100)
-        assert run(OWNER, meeting) == [False, True]
-    assert (user.result().stdout, user.result().stderr) == ("[[1, 3], [1.0, 1.0]]\n", "")
+        done = subprocess.run(
+            [sys.executable, "-c", EACH, json.dumps(programs)], capture_output=True, text=True, timeout=100, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found, late, late_otherwise, owner = map(json.loads, done.stdout.splitlines())
+        return Outcomes(found, late, late_otherwise, owner, user.result())
 
 
-def run(program: str, *args: str) -> Any:
-    """Runs a program in a fresh process; what it prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *args], capture_output=True, text=True, timeout=100, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def outcome(outcomes: Outcomes) -> dict[str, Any]:
+    """What a fresh process finds under the names that this one knows."""
+    return outcomes.names
+
+
+def test_whatever_gradwire_registers_is_found_in_a_fresh_worker(outcome: dict[str, Any]) -> None:
+    assert outcome["left_out"] == list(runtime.DEFERRED), "otherwise this shows nothing"
+    assert outcome["lost"] == []
+
+
+def test_nothing_else_is_imported_for_a_name(outcome: dict[str, Any]) -> None:
+    assert outcome["unknown"] == [None, None, False]
+    assert not outcome["is_antigravity"]
+
+
+def test_torch_load_takes_a_sharded_tensor(outcome: dict[str, Any]) -> None:
+    assert "initialize default process group" in outcome["loading"]
+
+
+def test_import_all_leaves_nothing_to_import_for_a_worker_that_starts(outcomes: Outcomes) -> None:
+    """A process that forks workers imports everything once, for all of them."""
+    some = {"gradwire.autograd.engine", "gradwire.rref.context"}
+    assert some <= set(outcomes.late_otherwise), "otherwise this shows nothing"
+    assert outcomes.late == []
+
+
+def test_a_worker_serves_operations_of_a_package_that_it_has_not_imported(outcomes: Outcomes) -> None:
+    assert outcomes.owner == [False, True]
+    assert (outcomes.user.stdout, outcomes.user.stderr) == ("[[1, 3], [1.0, 1.0]]\n", "")
