@@ -197,6 +197,10 @@ class Pool:
             known = machine.steps[(event, *args)] = (self._intern(protocol), result)
         return known
 
+    def forget_steps(self) -> None:
+        for machine in self._known.values():
+            machine.steps.clear()
+
     def _intern(self, protocol: ReferenceProtocol) -> Machine:
         machine, own = Machine(protocol), protocol.outbox._own
         known = self._known.setdefault((own, machine.known, machine.sent, machine.ended), machine)

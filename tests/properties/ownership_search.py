@@ -105,6 +105,7 @@ def search(start: World, bounds: Bounds, max_states: int = 10_000_000) -> Found:
     try:
         return _search(start, bounds, max_states)
     finally:
+        start.forget_steps()  # they refer to each other, and only a search for garbage would find them otherwise
         gc.enable()
 
 

@@ -101,6 +101,10 @@ class World:
         vars(twin).update(vars(self))
         return twin
 
+    def forget_steps(self) -> None:
+        """For this world and all that came of it: free what was kept to try each event once."""
+        self._pool.forget_steps()
+
     def machine(self, rank: int) -> Ownership:
         return self._machines[rank].protocol.ownership
 
