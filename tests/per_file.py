@@ -23,9 +23,13 @@ def template_ends_with_the_session() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def template_is_prepared(request: pytest.FixtureRequest, template_ends_with_the_session: None) -> None:
+def template_is_prepared(request: pytest.FixtureRequest, template_ends_with_the_session: None) -> Iterator[None]:
     """Import once in the template what each worker would: pytest, and what a test's module names in `WORKERS_IMPORT`."""
-    return_fork_server(borrow_fork_server(60.0, ["pytest", *getattr(request.module, "WORKERS_IMPORT", ())]))
+    modules = getattr(request.module, "WORKERS_IMPORT", [])
+    return_fork_server(borrow_fork_server(60.0, ["pytest", *modules]))
+    yield
+    if modules:  # workers of other files must not have them
+        close_idle_fork_server()
 
 
 @pytest.fixture(scope="module", autouse=True)

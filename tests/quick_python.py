@@ -51,7 +51,7 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _CLONE_NEWNET = 0x40000000
 _OPTIONS = ("-i", "-W", "-X")  # of an interpreter, which a fork cannot have
 _VARIABLES = ("PYTHONWARNINGS", "PYTHONHASHSEED", "PYTHONDEVMODE", "PYTHONOPTIMIZE")  # the same
-_USED_BY_MOST = ("gradwire.testing", "numpy.random", "pytest")  # else each program and each worker imports them anew
+_USED_BY_MOST = ("gradwire.testing", "pytest")  # else each program and each worker imports them anew
 _SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 

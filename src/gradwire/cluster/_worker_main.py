@@ -122,8 +122,8 @@ def reset_seeds(rank: int) -> None:
     """
     random.seed()
     torch.manual_seed(torch.initial_seed() + 1 + rank)
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed()
+    if numpy_random := sys.modules.get("numpy.random"):  # numpy imports it when it is first used, and seeds it then
+        numpy_random.seed()
 
 
 def _wait_for_leave(lifeline: socket.socket) -> None:

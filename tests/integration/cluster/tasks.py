@@ -58,8 +58,10 @@ def describe_process() -> dict[str, object]:
     }
 
 
-def draw() -> tuple[float, float]:
-    return random.random(), torch.rand(()).item()
+def draw() -> tuple[float, float, float]:
+    import numpy as np  # not with this module: most workers do without its random numbers
+
+    return random.random(), np.random.random(), torch.rand(()).item()
 
 
 def speak(out: str, err: str = "") -> None:

@@ -114,16 +114,16 @@ def test_processes_have_the_names_of_their_workers() -> None:
     assert titles == ["gradwire:forkserver", "gradwire:left", f"gradwire:{long_name}"]
 
 
-def test_random_numbers_differ_between_workers_and_torch_repeats_them() -> None:
+@pytest.mark.parametrize("imports", [[], ["numpy.random"]], ids=["numpy not loaded", "numpy loaded before the fork"])
+def test_random_numbers_differ_between_workers_and_torch_repeats_them(imports: list[str]) -> None:
     draws = []
     for _ in range(2):
-        with Cluster.local(2) as cluster:
-            draws.append([worker.call(tasks.draw) for worker in cluster.workers])
-    (python_a, torch_a), (python_b, torch_b) = draws[0]
-    assert python_a != python_b
-    assert torch_a != torch_b
-    assert [numbers for _, numbers in draws[1]] == [torch_a, torch_b]
-    assert draws[1][0][0] != python_a
+        with Cluster.local(2, imports=imports) as cluster:
+            draws += [worker.call(tasks.draw) for worker in cluster.workers]
+    python_numbers, numpy_numbers, torch_numbers = (list(column) for column in zip(*draws, strict=True))
+    assert len(set(python_numbers)) == len(set(numpy_numbers)) == 4
+    assert torch_numbers[0] != torch_numbers[1]
+    assert torch_numbers[:2] == torch_numbers[2:]
 
 
 def test_deadlines(cluster: Cluster, tmp_path: Path) -> None:
