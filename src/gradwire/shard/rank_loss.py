@@ -8,9 +8,6 @@ would learn of the loss when the group times out:
 So a rank whose operation fails leaves the group: it reports in the group's store which connections it found broken, and then
 closes its own, which fails the ranks that wait for it. A rank at a broken connection is therefore lost only if it has not
 reported; otherwise its report says where to look next.
-
-When a connection breaks, gloo fails the operations that wait for a message, but not the one whose message is on its way.
-`watched` notices that for large messages.
 """
 
 from __future__ import annotations
@@ -22,25 +19,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 import torch
 import torch.distributed as dist
 
-from gradwire import _interrupts
 from gradwire._torch import is_gloo_group, store_of_group
 from gradwire.errors import WorkerLost
-
-T = TypeVar("T")
 
 _REPORT_S = 1.0
 """How long to wait for a report: gloo closes the connections of a rank that has timed out before that rank can report."""
 
 _STORE_S = 3.0  # limit of one call of `_ask_store`; the lost process may be the one that serves the store
 _POLL_S = 0.01
-_LOOK_S = 1.0
 
 # First tags of messages that no operation uses, so that none takes a probe for its own data.
 _PROBE_TAG, _LEAVE_TAG = 0x677700, 0x677800
@@ -69,7 +61,7 @@ def collective(group: Any, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, WorkerLost):
             raise
-        group = _group(group)
+        group = dist.group.WORLD if group is None else group
         happened = _failures.get(group) or _explain(group, str(error).lower())
         if happened is None:
             raise
@@ -79,39 +71,6 @@ def collective(group: Any, what: str) -> Iterator[None]:
             f"longer be used: restart from a checkpoint. Backend error: {error}",
             happened.partition(" of the process group")[0],
         ) from error
-
-
-def watched(group: Any, operation: Callable[[], T]) -> T:
-    """Run an operation that exchanges large messages, and raise if a rank is lost in the middle of one.
-
-    The operation runs in a thread of its own, while this one looks for broken connections. If it raises, the thread stays
-    behind until the group times out.
-    """
-    if not is_gloo_group(_group(group)):
-        return operation()
-    is_inference, ended, outcome = torch.is_inference_mode_enabled(), threading.Event(), Future[T]()
-
-    def run() -> None:
-        try:
-            with torch.inference_mode(is_inference), torch.set_grad_enabled(False):
-                outcome.set_result(operation())
-        except Exception as error:
-            outcome.set_exception(error)
-        finally:
-            ended.set()
-
-    threading.Thread(target=run, name="gradwire-exchange", daemon=True).start()
-    was_broken = False
-    while not _interrupts.wait(ended, _LOOK_S):
-        is_broken = bool(_find_broken(group))
-        if is_broken and was_broken:  # the operation has had the time to fail by itself
-            raise RuntimeError("a connection broke in the middle of a message")
-        was_broken = is_broken
-    return outcome.result(timeout=0)
-
-
-def _group(group: Any) -> Any:
-    return dist.group.WORLD if group is None else group
 
 
 def _explain(group: Any, error: str) -> str | None:

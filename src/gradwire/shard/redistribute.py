@@ -26,13 +26,12 @@ import torch
 import torch.distributed as dist
 
 from gradwire.shard.layout import Box, Layout, Move, cut, plan_moves
-from gradwire.shard.rank_loss import collective, watched
+from gradwire.shard.rank_loss import collective
 
 PIECE_BYTES = 2**20
 """Bytes that one rank sends to another at a time."""
 
 _MAX_EXCHANGE_BYTES = 2**22  # of all ranks together
-_WATCHED_BYTES = 2**20  # to or from one rank; watching costs a thread, and small messages are rarely cut in two
 
 
 @dataclass(slots=True)
@@ -124,8 +123,7 @@ def move(
     for item in plan.local:
         ends.put(item, ends.source(item))
     if plan.num_sent * like.element_size() > _MAX_EXCHANGE_BYTES:
-        with collective(group, "exchange of parts"):
-            watched(group, lambda: _move_in_pieces(plan, ends, group, like))
+        _move_in_pieces(plan, ends, group, like)
     elif plan.num_sent:
         _move_at_once(plan, ends, group, like)
     return list(targets.values())
@@ -158,16 +156,14 @@ def exchange(flat: torch.Tensor, sent: Sequence[int], received: Sequence[int], g
         if peer != rank:
             traffic.add(number * width)
     arrived = torch.empty(sum(received), dtype=flat.dtype, device=flat.device)
-    bytes_received, bytes_sent = [number * width for number in received], [number * width for number in sent]
-
-    def run() -> None:
-        dist.all_to_all_single(arrived.view(torch.uint8), flat.view(torch.uint8), bytes_received, bytes_sent, group)
-
     with collective(group, "exchange between all ranks"):
-        if max(bytes_received + bytes_sent) < _WATCHED_BYTES:
-            run()
-        else:
-            watched(group, run)
+        dist.all_to_all_single(
+            arrived.view(torch.uint8),
+            flat.view(torch.uint8),
+            [number * width for number in received],
+            [number * width for number in sent],
+            group,
+        )
     return arrived
 
 
@@ -183,7 +179,8 @@ def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) ->
         with collective(group, f"exchange of parts: to rank {to}, from rank {origin}"):
             for sent, received in zip_longest(outgoing, incoming):
                 pipe.step(to, sent, origin, received)
-    pipe.drain()
+    with collective(group, "exchange of parts"):
+        pipe.drain()
 
 
 def _cut_all(items: Sequence[Move], limit: int) -> list[Move]:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,7 @@ from cluster.processes import is_there, stopped
 from gradwire.cluster.api import Cluster
 from gradwire.errors import BackwardFailed, ConfigurationError, WorkerLost
 from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-from gradwire.shard.rank_loss import collective, watched
+from gradwire.shard.rank_loss import collective
 from gradwire.testing import LeakCheck, wait_until
 from shard.groups import join_group
 
@@ -189,40 +188,37 @@ def test_rank_that_waits_for_a_rank_that_timed_out(cluster: Cluster, tmp_path: P
 
 
 def send_too_much(folder: Path) -> None:
-    join_group(1, 2, str(folder / "store"), timedelta(seconds=60))
+    join_group(1, 2, str(folder / "store"), timedelta(seconds=3))
     wait_until((folder / "receiver stands").exists, 20.0)
     dist.isend(torch.ones(2**25), 0)
     (folder / "sent").touch()
     threading.Event().wait(60.0)  # until it is killed, with what the network did not take
 
 
-def receive(folder: Path, is_watched: bool) -> str:
-    join_group(0, 2, str(folder / "store"), timedelta(seconds=60 if is_watched else 3))
+def receive(folder: Path) -> str:
+    join_group(0, 2, str(folder / "store"), timedelta(seconds=3))
     try:
-        request: Any = dist.irecv(torch.ones(2**25), 1)
+        request = dist.irecv(torch.ones(2**25), 1)
         (folder / "receiving").touch()
         with pytest.raises(WorkerLost) as caught, collective(None, "a test"):
-            watched(None, request.wait) if is_watched else request.wait()
+            request.wait()
         return str(caught.value)
     finally:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("is_watched", [True, False], ids=["watched", "not watched"])
-def test_rank_that_died_in_the_middle_of_a_message(cluster: Cluster, tmp_path: Path, is_watched: bool) -> None:
-    """Gloo only times out; large messages are watched, and the error says who is gone in any case."""
+def test_rank_that_died_in_the_middle_of_a_message(cluster: Cluster, tmp_path: Path) -> None:
+    """Gloo says only that time is up; the error says who is gone all the same."""
     receiver, sender = cluster.workers[:2]
-    received, sent = receiver.submit(receive, tmp_path, is_watched), sender.submit(send_too_much, tmp_path)
+    received, sent = receiver.submit(receive, tmp_path), sender.submit(send_too_much, tmp_path)
     wait_until((tmp_path / "receiving").exists, 20.0)
     with stopped(receiver.pid):
         (tmp_path / "receiver stands").touch()
         wait_until((tmp_path / "sent").exists, 20.0)
         kill(cluster, 1)
-    started = time.monotonic()
     with pytest.raises(WorkerLost, match="worker1"):
         sent.wait()
     assert received.wait().startswith("rank 1 of the process group is gone (a test, seen by rank 0 of 2)")
-    assert time.monotonic() - started < 3 + PROMPT_S
 
 
 def open_store(rank: int, path: Path) -> dist.TCPStore:

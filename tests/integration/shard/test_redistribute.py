@@ -173,8 +173,6 @@ def check_pieces(rank: int, seeds: list[int]) -> tuple[int, int, int]:
     redistribute.PIECE_BYTES, redistribute._MAX_EXCHANGE_BYTES = 16, 0
     try:
         add_up_in_pieces(rank)
-        with torch.inference_mode():  # tensors that are made there can be changed nowhere else
-            add_up_in_pieces(rank)
         return check_moves(rank, seeds, torch.float32)
     finally:
         redistribute.PIECE_BYTES, redistribute._MAX_EXCHANGE_BYTES = limits
