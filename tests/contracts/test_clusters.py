@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,8 +33,7 @@ def groups(**checks: list[str]) -> pytest.MarkDecorator:
 @pytest.fixture(autouse=True)
 def surroundings(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the programs of the checks need; the first check of each kind of cluster starts fresh interpreters."""
-    here = Path(__file__).parent
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
     monkeypatch.setenv("JOB_FOLDER", str(tmp_path / "jobs"))
     monkeypatch.setattr(subprocess, "Popen", quick_python.PopenOfPrograms)
     if "works" not in request.node.callspec.params["checks"]:
