@@ -23,7 +23,7 @@ import torch
 from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, RpcTimeout
 from gradwire.rpc.connection import current_request, while_waiting
-from gradwire.rpc.server import cpu_ticks
+from gradwire.rpc.server import busy_ticks
 
 
 class UsesParameters(Protocol):
@@ -330,7 +330,7 @@ class ReadingCall:
         self._groups: set[Group] = set()  # guarded by `lock`
         self._request = current_request()
         self._thread = threading.get_native_id()
-        self._ticks = (0, 0.0)  # processor time at the last check, and when that was
+        self._ticks = (0, 0.0)  # how long it had been busy at the last check, and when that was
 
     def __enter__(self) -> ReadingCall:
         self._outer, _served.call = _served.call, self
@@ -399,8 +399,8 @@ class ReadingCall:
             self.take_back()
 
     def has_slept(self, now: float) -> bool:
-        """Return whether its thread has used no processor time since the first check, long enough to count as waiting."""
-        ticks = cpu_ticks(self._thread)
+        """Return whether its thread has not been busy since the first check, long enough to count as waiting."""
+        ticks = busy_ticks(self._thread)
         if not self._ticks[1] or ticks != self._ticks[0]:
             self._ticks = (ticks, now)
         return now - self._ticks[1] >= IDLE_S

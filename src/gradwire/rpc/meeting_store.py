@@ -223,7 +223,7 @@ class TorchStore:
                 self._turn.release()
 
         try:
-            return _run_in_thread(run, deadline)
+            return run_in_thread(run, deadline)
         except ResourceExhausted as error:
             self._turn.release()
             raise self._lost(str(error)) from error
@@ -239,7 +239,7 @@ class TorchStore:
         return MeetingPointLost(f"lost the meeting point {self._where}: {reason}")
 
 
-def _run_in_thread(function: Callable[[], T], deadline: float) -> T:
+def run_in_thread(function: Callable[[], T], deadline: float) -> T:
     """Run a function that cannot be interrupted; Ctrl-C and the deadline end the wait for it, not the function.
 
     Raises:
@@ -311,7 +311,7 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
         _wait_for_server(host, port, deadline)
         left_s = deadline - time.monotonic()
         try:
-            store = _run_in_thread(lambda: open_client(min(_OPEN_S, left_s)), time.monotonic() + 2 * _OPEN_S)  # noqa: B023
+            store = run_in_thread(lambda: open_client(min(_OPEN_S, left_s)), time.monotonic() + 2 * _OPEN_S)  # noqa: B023
             store.set_timeout(timedelta(seconds=max(0.1, left_s)))
             return TorchStore(store, where, timeout_s, reopen=reopen)
         except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:

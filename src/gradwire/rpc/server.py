@@ -192,7 +192,7 @@ class Server:
         self._next_report = 0.0
         self.num_served = 0
         self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
-        self._ticks: dict[int, int] = {}  # processor time of those threads at the last look
+        self._ticks: dict[int, int] = {}  # how long those threads had been busy at the last look
         # What ends with an answer, and the thread that does it, by a key of its own; single operations only.
         self._answering: dict[object, int] = {}
 
@@ -343,9 +343,9 @@ class Server:
         self.agent.reactor.run_soon(partial(_log.warning, text, *args))
 
     def _has_worked(self) -> bool:
-        """Return whether any function that runs has used the processor since the last look; those that wait have not."""
+        """Return whether any running function has computed, or was ready to, since the last look; those that wait are not."""
         numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
-        before, self._ticks = self._ticks, {number: cpu_ticks(number) for number in numbers if number is not None}
+        before, self._ticks = self._ticks, {number: busy_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
 
     def accept(self, request: Request | None, has_slot: bool = False) -> None:
@@ -596,10 +596,19 @@ def _guarded(handler: Control, only_for: str, purpose: str) -> Control:
     return checked
 
 
-def cpu_ticks(thread: int) -> int:
-    """Processor time that a thread of this process has used, in hundredths of a second."""
+def busy_ticks(thread: int) -> int:
+    """Return for how many hundredths of a second a thread of this process has run, or was ready and waited for a processor.
+
+    On a busy machine, a thread that computes may not run for a while.
+    """
+    task = Path(f"/proc/self/task/{thread}")
     try:
-        fields = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # it has ended
+        ran_ns, waited_ns, _ = (task / "schedstat").read_text().split()
+        return (int(ran_ns) + int(waited_ns)) // 10_000_000
+    except (OSError, ValueError):  # the thread has ended, or the kernel does not count that
+        pass
+    try:
+        fields = (task / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
         return 0
     return int(fields[11]) + int(fields[12])

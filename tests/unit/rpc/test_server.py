@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
+import os
 import re
 import threading
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +15,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeAgents
 from gradwire.rpc import client, server
-from gradwire.rpc.server import Slots
+from gradwire.rpc.server import Slots, busy_ticks
 from gradwire.testing import wait_until
 
 
@@ -315,3 +318,45 @@ def test_long_calls_of_all_connections_are_logged(
 
 def _wait_until_told() -> bool:
     return _go_on.wait(20.0)
+
+
+def test_a_thread_is_busy_while_it_waits_for_a_processor() -> None:
+    """Two threads on one processor each run for half of the time; both count as busy for all of it."""
+    processor, data = min(os.sched_getaffinity(0)), bytes(1 << 20)
+    both_run, found = threading.Barrier(2), []
+
+    def compute() -> None:
+        os.sched_setaffinity(threading.get_native_id(), {processor})
+        both_run.wait(10.0)
+        before, end = busy_ticks(threading.get_native_id()), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            hashlib.sha256(data)  # without the interpreter's lock
+        found.append(busy_ticks(threading.get_native_id()) - before)
+
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20.0)
+    assert sum(found) > 75, "hundredths of a second, of 100; processor time alone is at most 50"
+
+
+def test_a_thread_that_waits_is_not_busy() -> None:
+    over = threading.Event()
+    thread = threading.Thread(target=over.wait, args=(20.0,))
+    thread.start()
+    assert thread.native_id is not None
+    before, end = busy_ticks(thread.native_id), time.monotonic() + 0.2
+    while time.monotonic() < end:
+        pass
+    assert busy_ticks(thread.native_id) - before <= 1
+    over.set()
+    thread.join(20.0)
+
+
+def test_a_thread_that_has_ended_is_not_busy() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join(20.0)
+    assert thread.native_id is not None
+    assert busy_ticks(thread.native_id) == 0
