@@ -56,7 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Look for no garbage while tests are collected: nearly all that is made then stays."""
+    """Disable garbage collection while tests are collected: nearly everything that is made then stays."""
     gc.disable()
     try:
         return (yield)

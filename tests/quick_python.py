@@ -360,7 +360,7 @@ def _be_quick(path: list[str]) -> None:
 def _spawn(executable: bytes, arguments: Sequence[Any], descriptors: Sequence[int]) -> int:
     """Takes the place of the function that starts processes of `multiprocessing`: the id of a fork, where it can be one."""
     command = [os.fsdecode(argument) for argument in arguments]
-    if command[1] != "-c" or command[-1] != "--multiprocessing-fork":  # has options, or counts what others share
+    if command[1] != "-c" or command[-1] != "--multiprocessing-fork":  # it has options, or is the resource tracker
         return _plain_spawn(executable, arguments, descriptors)
     request = Request(
         arguments=command[1:],

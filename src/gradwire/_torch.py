@@ -180,13 +180,13 @@ def default_process_group() -> Any:
 
 
 def store_of_group(group: Any) -> Any:
-    """Return the store with which a process group was made; None is the default group."""
-    _, store = torch.distributed.distributed_c10d._world.pg_map[group or default_process_group()]
+    """Return the store with which a process group was made."""
+    _, store = torch.distributed.distributed_c10d._world.pg_map[group]
     return store
 
 
 def is_gloo_group(group: Any) -> bool:
-    """Return whether gloo moves a group's CPU tensors: `get_backend` has other words for some such groups."""
+    """Return whether gloo moves a group's CPU tensors: `get_backend` returns other names for some of them."""
     try:
         return bool(group._get_backend(torch.device("cpu")).name() == "gloo")
     except RuntimeError:  # it has no backend for the CPU

@@ -197,7 +197,7 @@ def test_shard_store_of_group() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         part = dist.new_group([0])
-        _torch.store_of_group(None).set("key", "all")
+        _torch.store_of_group(dist.group.WORLD).set("key", "all")
         _torch.store_of_group(part).set("key", "part")
         assert _torch.store_of_group(dist.group.WORLD).get("key") == b"all"
         assert _torch.store_of_group(part).get("key") == b"part"

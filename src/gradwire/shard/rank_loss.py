@@ -15,23 +15,23 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
 
 from gradwire._torch import is_gloo_group, store_of_group
 from gradwire.errors import WorkerLost
+from gradwire.rpc.meeting_store import run_in_thread
 
-_REPORT_S = 1.0
+_REPORT_S = 2.0
 """How long to wait for a report: gloo closes the connections of a rank that has timed out before that rank can report."""
 
-_STORE_S = 3.0  # limit of one call of `_ask_store`; the lost process may be the one that serves the store
+_STORE_S = 4.0  # limit of one question to the store, whose server may be the lost process
 _POLL_S = 0.01
 
 # First tags of messages that no operation uses, so that none takes a probe for its own data.
@@ -39,15 +39,23 @@ _PROBE_TAG, _LEAVE_TAG = 0x677700, 0x677800
 
 _OWN_TIMEOUT = "application timeout caused pair closure"  # gloo's words for a connection that this rank has closed
 
-_failures: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
-"""What happened to the groups that this rank has left: a group that has failed once fails for the same reason again."""
-
 
 class Report(TypedDict):
-    """What a rank tells the others when it leaves."""
+    """A rank's report to the others when it leaves."""
 
     broken: list[int]  # ranks to which nothing can be sent
     is_late: bool  # whether the operation timed out
+
+
+class _Failure(NamedTuple):
+    """Why a group failed."""
+
+    ranks: str
+    happened: str
+
+
+_failures: weakref.WeakKeyDictionary[Any, _Failure] = weakref.WeakKeyDictionary()
+"""Why each group failed that this rank has left; later operations of the group raise for the same reason."""
 
 
 @contextlib.contextmanager
@@ -56,25 +64,26 @@ def collective(group: Any, what: str) -> Iterator[None]:
 
     The group cannot be used after that: with gloo, this rank has closed its connections.
     """
+    group = dist.group.WORLD if group is None else group  # now: the default group may be another one later
     try:
         yield
     except RuntimeError as error:
         if isinstance(error, WorkerLost):
             raise
-        group = dist.group.WORLD if group is None else group
-        happened = _failures.get(group) or _explain(group, str(error).lower())
-        if happened is None:
+        failure = _failures.get(group) or _explain(group, str(error).lower())
+        if failure is None:
             raise
-        _failures[group] = happened
+        _failures[group] = failure
         raise WorkerLost(
-            f"{happened} ({what}, seen by rank {dist.get_rank(group)} of {dist.get_world_size(group)}). The group can no "
-            f"longer be used: restart from a checkpoint. Backend error: {error}",
-            happened.partition(" of the process group")[0],
+            f"{failure.ranks} of the process group {failure.happened} ({what}, seen by rank {dist.get_rank(group)} of "
+            f"{dist.get_world_size(group)}). The group can no longer be used: restart from a checkpoint. Backend error: "
+            f"{error}",
+            failure.ranks,
         ) from error
 
 
-def _explain(group: Any, error: str) -> str | None:
-    """Leave the group and return what happened to it; None if the error has to do with neither a loss nor a timeout."""
+def _explain(group: Any, error: str) -> _Failure | None:
+    """Leave the group and return why it failed; None if the error has to do with neither a loss nor a timeout."""
     is_late = "timed out" in error or _OWN_TIMEOUT in error
     is_gloo = is_gloo_group(group)
     report: Report = {"broken": _find_broken(group) if is_gloo else [], "is_late": is_late}
@@ -82,15 +91,15 @@ def _explain(group: Any, error: str) -> str | None:
         return None
     lost, is_late = _leave(group, report) if is_gloo else ([], is_late)
     if lost:
-        return f"{_name(lost)} of the process group {'is' if len(lost) == 1 else 'are'} gone"
+        return _Failure(_name(lost), "is gone" if len(lost) == 1 else "are gone")
     if is_late:
-        advice = "check that all ranks make the same calls in the same order"
-        return f"a rank of the process group did not join in time ({advice})"
-    return f"{_name(report['broken'])} of the process group cannot be reached, although no process has died"
+        return _Failure("a rank", "did not join in time (check that all ranks make the same calls in the same order)")
+    return _Failure(_name(report["broken"]), "cannot be reached, although every rank is still running")
 
 
 def _name(ranks: Sequence[int]) -> str:
-    return " and ".join(f"rank {rank}" for rank in ranks)
+    *others, last = map(str, ranks)
+    return f"ranks {', '.join(others)} and {last}" if others else f"rank {last}"
 
 
 def _others(group: Any) -> list[int]:
@@ -103,7 +112,7 @@ def _tags(first: int) -> range:
 
 
 def _find_broken(group: Any) -> list[int]:
-    """Return the ranks to which nothing can be sent, unless because this rank itself has closed its connections."""
+    """Return the ranks to which nothing can be sent, except where this rank itself closed the connection."""
     broken = []
     for rank in _others(group):
         try:
@@ -118,11 +127,14 @@ def _find_broken(group: Any) -> list[int]:
 def _leave(group: Any, report: Report) -> tuple[list[int], bool]:
     """Report, close all connections, and return the ranks that are lost, and whether a rank timed out."""
     store, own = store_of_group(group), dist.get_rank(group)
-    answers = _ask_store(lambda: store.set(_key(own), json.dumps(report)))
+    found, has_reported = (report["broken"], report["is_late"]), False
+    with contextlib.suppress(Exception):  # stores raise errors of many kinds; what this rank found itself is left then
+        run_in_thread(lambda: store.set(_key(own), json.dumps(report)), time.monotonic() + _STORE_S)
+        has_reported = True
     _close_connections(group)
-    if answers:
-        answers = _ask_store(lambda: find_lost(store, own, report))
-    found: tuple[list[int], bool] = answers[0] if answers else (report["broken"], report["is_late"])
+    if has_reported:
+        with contextlib.suppress(Exception):
+            found = run_in_thread(lambda: find_lost(store, own, report), time.monotonic() + _STORE_S)
     return found
 
 
@@ -156,17 +168,3 @@ def find_lost(store: Any, own: int, report: Report) -> tuple[list[int], bool]:
 
 def _key(rank: int) -> str:
     return f"gradwire/left/{rank}"
-
-
-def _ask_store(ask: Callable[[], Any]) -> list[Any]:
-    """Return what `ask` returns, or nothing if the store fails or does not answer."""
-    answers = []
-
-    def run() -> None:
-        with contextlib.suppress(Exception):  # stores have many; without one, the own findings have to do
-            answers.append(ask())
-
-    thread = threading.Thread(target=run, name="gradwire-store", daemon=True)
-    thread.start()
-    thread.join(_STORE_S)
-    return answers

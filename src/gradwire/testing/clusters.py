@@ -284,7 +284,7 @@ def check_autograd(cluster: Cluster) -> None:
         for worker, there, here in zip(cluster.workers, remote, local, strict=True):
             expected = [parameter.grad for parameter in here.parameters() if parameter.grad is not None]
             found = worker.call(_gradients, int(ctx), there.get_module_rref())
-            torch.testing.assert_close(found, expected)  # here: its first call imports for a second
+            torch.testing.assert_close(found, expected)  # on the driver: its first call takes a second
 
 
 def check_optimizer(cluster: Cluster) -> None:

@@ -21,7 +21,7 @@ from cluster.processes import is_there
 from cluster.shown import Shown
 from gradwire import _progress_bar, rpc
 from gradwire.cluster import local_launcher
-from gradwire.cluster._forkserver import borrow_fork_server, return_fork_server
+from gradwire.cluster._forkserver import borrow_fork_server, close_idle_fork_server, return_fork_server
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
 from gradwire.errors import (
@@ -115,14 +115,17 @@ def test_processes_have_the_names_of_their_workers() -> None:
     assert titles == ["gradwire:forkserver", "gradwire:left", f"gradwire:{long_name}"]
 
 
-@pytest.mark.parametrize("loaded", [[], ["numpy.random"]], ids=["numpy loaded later", "numpy loaded before the fork"])
-def test_random_numbers_differ_between_workers_and_torch_repeats_them(loaded: list[str]) -> None:
-    return_fork_server(borrow_fork_server(60.0, loaded))
+@pytest.mark.parametrize("modules", [[], ["numpy.random"]], ids=["numpy loaded later", "numpy loaded before the fork"])
+def test_random_numbers_differ_between_workers_and_torch_repeats_them(modules: list[str]) -> None:
+    close_idle_fork_server()
+    return_fork_server(borrow_fork_server(60.0, modules))
     draws = []
     for _ in range(2):
         with Cluster.local(2) as cluster:
             draws += [worker.call(tasks.draw) for worker in cluster.workers]
-    python_numbers, numpy_numbers, torch_numbers = (list(column) for column in zip(*draws, strict=True))
+    close_idle_fork_server()
+    loaded, python_numbers, numpy_numbers, torch_numbers = (list(column) for column in zip(*draws, strict=True))
+    assert loaded == [bool(modules)] * 4
     assert len(set(python_numbers)) == len(set(numpy_numbers)) == 4
     assert torch_numbers[0] != torch_numbers[1]
     assert torch_numbers[:2] == torch_numbers[2:]

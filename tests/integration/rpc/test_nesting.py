@@ -70,6 +70,6 @@ def test_barrier_passes_busy_threads_of_another_process(workers: Callable[..., l
     first, second = workers(2, num_worker_threads=1)
     first.do("fs = [rpc.rpc_async('w1', h.hold_gil, args=(1.5,)) for _ in range(3)]")
     second.start("rpc._barrier(['w0', 'w1'])")
-    assert not first.do("rpc._barrier(['w0', 'w1']); all(f.done() for f in fs)")
+    assert first.do("rpc._barrier(['w0', 'w1']); sum(f.done() for f in fs)") < 2  # none, unless the machine is busy
     second.result()
     assert first.do("len([f.wait() for f in fs])") == 3

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from gradwire.shard import ChunkShardingSpec, EnumerableShardingSpec, dtensor
 from shard.worlds import GroupWorld, WorkerWorld, Worlds
 
-WORKERS_IMPORT = ["torch._dynamo"]  # DTensor does, for a second
+WORKERS_IMPORT = ["torch._dynamo"]  # DTensor imports it, which takes a second
 WHOLE = torch.arange(35.0, dtype=torch.float64).view(7, 5)
 WEIGHTS = WHOLE.sqrt() + 1
 

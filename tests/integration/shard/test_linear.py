@@ -30,7 +30,7 @@ def leaf(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def close_to_all(world: World, result: torch.Tensor, expected: torch.Tensor) -> None:
-    """That a result is this, if it is divided, and else that everybody's own rows are those of this."""
+    """Assert that a sharded result is this as a whole, and a plain one this rank's rows of it."""
     if isinstance(result, ShardedTensor):
         close(result.full_tensor().detach(), expected)
     else:

@@ -22,7 +22,7 @@ from gradwire.shard import (
 from gradwire.shard.api import _collect_local_shard, _reshard_output
 from shard.worlds import GroupWorld, World, Worlds
 
-WORKERS_IMPORT = ["torch._dynamo"]  # the first optimizer does, for a second
+WORKERS_IMPORT = ["torch._dynamo"]  # the first optimizer imports it, which takes a second
 BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 NUM_STEPS = 6
 

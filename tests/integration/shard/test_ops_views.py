@@ -12,7 +12,7 @@ from closeness import assert_close
 from gradwire.shard import ChunkShardingSpec, ShardedTensor, ShardingSpec
 from shard.worlds import World, Worlds
 
-WORKERS_IMPORT = ["torch._dynamo"]  # batched products do in part, for half a second
+WORKERS_IMPORT = ["torch._dynamo"]  # batched products import parts of it, which takes half a second
 BACKENDS = pytest.mark.parametrize("backend", ["group", "workers"])
 View = Callable[[Any], Any]
 

@@ -47,7 +47,7 @@ def check_sharding(world: GroupWorld) -> None:
     for size in ((7, 5), (1, 3), (6, 3, 4), (5,)):
         for turn, spec in enumerate([*world.specs(*size), world.chunks(-1)]):
             for dtype in (torch.float64, others[turn % len(others)]):
-                whole = (torch.randn(size) * 5).to(dtype)
+                whole = torch.randn(size) > 0 if dtype == torch.bool else (torch.randn(size) * 5).to(dtype)
                 compare_with_placed(world, whole, spec, dtype == torch.float64 or dtype.is_complex)
 
 

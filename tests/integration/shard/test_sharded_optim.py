@@ -26,7 +26,7 @@ from gradwire.shard.layout import whole
 from gradwire.shard.sharding_spec import ShardingSpec
 from shard.worlds import World, Worlds
 
-WORKERS_IMPORT = ["torch._dynamo"]  # the first optimizer does, for a second
+WORKERS_IMPORT = ["torch._dynamo"]  # the first optimizer imports it, which takes a second
 ROWS, COLUMNS = 7, 5
 CLASSES: list[tuple[type[Any], dict[str, Any]]] = [
     (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01}),

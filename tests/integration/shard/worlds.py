@@ -107,7 +107,7 @@ class World(ABC):
 
     @contextlib.contextmanager
     def fresh_gradients(self) -> Iterator[None]:
-        """Over RPC workers, a context of its own for one case of many: one for all of them is searched ever longer."""
+        """Over RPC workers, use a separate context for a case: look-ups of gradients in a shared one get slower."""
         yield
 
     def full_gradient(self, tensor: ShardedTensor) -> torch.Tensor:
@@ -119,7 +119,7 @@ class World(ABC):
         return full
 
     def assert_full_gradient(self, tensor: ShardedTensor, expected: torch.Tensor | None) -> None:
-        """That `full_gradient` is this one, which may be sparse, with the tolerances of its dtype."""
+        """Assert that `full_gradient` is this one, which may be sparse, with the tolerances of its dtype."""
         assert expected is not None
         assert_close(self.full_gradient(tensor), _dense(expected))
 
@@ -245,7 +245,7 @@ def _gradient_of(context_id: int, part: RRef[torch.Tensor]) -> torch.Tensor | No
 
 
 def _slices(metadata: ShardMetadata) -> tuple[slice, ...]:
-    """Of the whole, those of a shard."""
+    """Return the slices of the whole tensor that a shard covers."""
     box = zip(metadata.shard_offsets, metadata.shard_sizes, strict=True)
     return tuple(slice(start, start + length) for start, length in box)
 

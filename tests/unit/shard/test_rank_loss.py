@@ -28,6 +28,17 @@ def store(request: pytest.FixtureRequest, stores: dict[str, Any]) -> Any:
     return dist.PrefixStore(request.node.name, stores[request.param])
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """How long ranks are waited for that have not reported."""
+
+    def wait(seconds: float) -> None:
+        monkeypatch.setattr(rank_loss, "_REPORT_S", seconds)
+
+    wait(0.1)
+    return wait
+
+
 @pytest.fixture
 def told(store: Any) -> Callable[..., None]:
     def tell(rank: int, *broken: int, is_late: bool = False) -> None:
@@ -56,7 +67,10 @@ def test_report_is_read_beside_a_lost_rank(store: Any, told: Callable[..., None]
     assert find_lost(store, 0, report(1, 2)) == ([1], False)
 
 
-def test_report_that_comes_a_moment_later(store: Any, told: Callable[..., None]) -> None:
+def test_report_that_comes_a_moment_later(
+    store: Any, told: Callable[..., None], patience: Callable[[float], None]
+) -> None:
+    patience(20.0)
     asked = threading.Event()
 
     class Watched:
@@ -86,10 +100,7 @@ def test_own_timeout(store: Any) -> None:
     assert find_lost(store, 0, report(is_late=True)) == ([], True)
 
 
-def test_store_that_fails_or_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank_loss, "_STORE_S", 0.1)
-    over = threading.Event()
-    assert rank_loss._ask_store(lambda: 1 // 0) == []
-    assert rank_loss._ask_store(lambda: over.wait(20.0)) == []
-    over.set()
-    assert rank_loss._ask_store(lambda: 3) == [3]
+def test_names_of_ranks() -> None:
+    assert rank_loss._name([1]) == "rank 1"
+    assert rank_loss._name([0, 2]) == "ranks 0 and 2"
+    assert rank_loss._name([0, 2, 5]) == "ranks 0, 2 and 5"
