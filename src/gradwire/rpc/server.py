@@ -343,7 +343,7 @@ class Server:
         self.agent.reactor.run_soon(partial(_log.warning, text, *args))
 
     def _has_worked(self) -> bool:
-        """Return whether any running function has computed, or was ready to, since the last look; those that wait are not."""
+        """Return whether any running function has computed since the last look, or was ready to; a waiting one has not."""
         numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
         before, self._ticks = self._ticks, {number: busy_ticks(number) for number in numbers if number is not None}
         return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
