@@ -117,12 +117,14 @@ def test_connections_that_are_cut_are_made_again(network: tuple[list[Agent], lis
     for _ in range(5):
         call = a.submit("b", handlers.wait_gate, (60.0,))
         assert handlers.entered.acquire(timeout=10.0)
-        before = proxy.num_connections
+        before, lanes = proxy.num_connections, list(a.peers.by_name["b"].lanes.values())
         proxy.cut()
         started = time.monotonic()
         with pytest.raises(WorkerLost, match="unknown whether the function ran"):
             call.wait()
         assert time.monotonic() - started < 5.0
+        # Each connection is noticed by itself, and a pass fails on one that is not noticed yet.
+        assert wait_until(lambda: not any(lane in lanes for lane in a.peers.by_name["b"].lanes.values()), 5.0)
         assert wait_until(lambda: _can_call(a, "b"), 5.0)
         assert proxy.num_connections > before
         assert torch.equal(_train(("b", "c"), x), _train(None, x))
