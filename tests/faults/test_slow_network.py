@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from faults.network import Proxy
 from gradwire import autograd, rpc
 from gradwire.errors import RpcTimeout, WorkerLost
 from gradwire.rpc import Agent, set_current_agent
+from gradwire.rpc.connection import Connection
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.transports.tls import keys_for, make_keys
 from rpc import handlers
@@ -124,12 +126,16 @@ def test_connections_that_are_cut_are_made_again(network: tuple[list[Agent], lis
             call.wait()
         assert time.monotonic() - started < 5.0
         # Each connection is noticed by itself, and a pass fails on one that is not noticed yet.
-        assert wait_until(lambda: not any(lane in lanes for lane in a.peers.by_name["b"].lanes.values()), 5.0)
+        assert wait_until(partial(_has_dropped, a, "b", lanes), 5.0)
         assert wait_until(lambda: _can_call(a, "b"), 5.0)
         assert proxy.num_connections > before
         assert torch.equal(_train(("b", "c"), x), _train(None, x))
         assert b.call("a", handlers.echo, (7,)) == 7
     handlers.gate.set()
+
+
+def _has_dropped(agent: Agent, name: str, lanes: list[Connection]) -> bool:
+    return not any(lane in lanes for lane in agent.peers.by_name[name].lanes.values())
 
 
 def _can_call(agent: Agent, name: str) -> bool:
