@@ -56,6 +56,7 @@ _ASSIGN_S = 600.0
 _LAST_OUTPUT_S = 2.0
 _RETURN_S = 5.0  # how long a driver may be cut off
 _LOOK_S = 0.2
+_WATCH_S = 1.0  # between looks whether there is a connection with the driver
 _DIAL_S = 10.0
 
 
@@ -86,6 +87,7 @@ class RemoteWorker:
         self._lock = threading.Lock()  # held while a message is handled
         self._key: object = None
         self._agent: Agent | None = None
+        self._driver: WorkerAddress | None = None
         self._capture: OutputCapture | None = None
         self._had_faulthandler = False
         self._changed = threading.Condition()  # guards the four below
@@ -130,15 +132,33 @@ class RemoteWorker:
         Afterwards the process is as before, except for the effects of calls. Functions that are still running continue,
         and their results are dropped.
         """
-        with self._changed:
-            while not self._is_over:
-                left = None if self._deadline is None else self._deadline - time.monotonic()
-                if left is not None and left <= 0:
+        while not self._is_over:
+            self._watch_driver()
+            with self._changed:
+                left = _WATCH_S if self._deadline is None else self._deadline - time.monotonic()
+                if left <= 0:
                     break
-                _interrupts.wait(self._changed, left)
+                if not self._is_over:
+                    _interrupts.wait(self._changed, min(left, _WATCH_S))
+        with self._changed:
             self._is_over = True
         self._give_up()
         return self._lost_reason
+
+    def _watch_driver(self) -> None:
+        """Notice that the driver is gone, or back, whatever was reported of it.
+
+        Reports come from single connections, and one that is given up while it is being opened is never reported lost.
+        """
+        agent, driver = self._agent, self._driver
+        if agent is None or driver is None or not self._had_driver:
+            return
+        if agent.peers.is_connected(driver.info.id, driver.incarnation):
+            with self._changed:
+                self._deadline = None
+        elif self._deadline is None:
+            self._expect_driver(_RETURN_S, "there is no connection with the driver")
+            _start_thread(self._reach_driver, agent, driver.info.name)
 
     def _introduce(self, question: Introduce) -> Introduction:
         from gradwire.transports.certificates import ProcessKey
@@ -183,6 +203,7 @@ class RemoteWorker:
             )
             self._agent = agent = start_worker(assignment.info, config, directory, after=assignment.after)
         directory.complete()
+        self._driver = assignment.driver
         self._expect_driver(settings.start_timeout_s, "the driver did not connect in time")
         self._follow(agent, driver, capture)
         set_current_agent(agent, refuse_shutdown)

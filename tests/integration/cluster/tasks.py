@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from gradwire import autograd, rpc
+from gradwire.cluster import remote_worker
 from gradwire.testing import wait_until
 
 
@@ -214,3 +215,10 @@ def print_at_exit(text: str) -> None:
 
 def print_without_end(text: str) -> None:
     print(text, end="")
+
+
+def report_lost_workers_as_connected() -> None:
+    """As if each loss were followed by a connection that was given up while it was being opened."""
+    agent = rpc.current_agent()
+    remote_worker._is_refusal = lambda error: False
+    agent.on_worker_lost(lambda address, _: [callback(address) for callback in agent._connected_callbacks])

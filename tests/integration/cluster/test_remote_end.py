@@ -209,6 +209,7 @@ def test_output_goes_where_it_went_before_once_the_driver_has_let_the_worker_go(
 DRIVER = f"""
 import os, sys, threading
 sys.path[:0] = [{str(TESTS)!r}]
+from cluster import tasks
 from cluster.process_scheduler import ProcessScheduler
 from gradwire.cluster.api import Cluster
 from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
@@ -234,5 +235,18 @@ def test_death_of_the_driver_ends_the_workers(tmp_path: Path, transport: str) ->
         assert time.monotonic() - killed_at < 10.0
         left = {path.name.partition("-")[0] for path in script.temp.iterdir()}
         assert left == {"logs", "gradwire"}  # of the scheduler of the tests and of the driver, which was killed
+        for path in script.temp.iterdir():
+            shutil.rmtree(path)
+
+
+@pytest.mark.slow
+def test_workers_end_although_the_driver_was_reported_to_be_back(tmp_path: Path) -> None:
+    """What counts is whether there is a connection, not what was reported last."""
+    tell = "    for worker in cluster.workers: worker.call(tasks.report_lost_workers_as_connected)\n"
+    text = DRIVER.replace('("TRANSPORT",)', "None").replace("    print(", f"{tell}    print(")
+    with Script(tmp_path, text) as script:
+        pids = [int(pid) for pid in script.line().split()]
+        os.kill(script.process.pid, signal.SIGKILL)
+        wait_until(lambda: not any(is_there(pid) for pid in pids), 30.0, "the end of the workers")
         for path in script.temp.iterdir():
             shutil.rmtree(path)
