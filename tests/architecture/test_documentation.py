@@ -22,7 +22,7 @@ EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PROGRAMS = sorted([*EXAMPLES, *(ROOT / "docs" / "tutorial").glob("*.py")])
 REFERENCE = ROOT / "docs" / "reference"
 STORED = ROOT / "docs" / "examples" / "output"
-LINKED = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")])
+LINKED = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md")])
 
 
 def test_there_are_programs() -> None:

@@ -7,6 +7,7 @@ import ctypes
 import gc
 import os
 import random
+import shlex
 import signal
 import subprocess
 import sys
@@ -100,8 +101,9 @@ def block_until_killed(ready: str) -> None:
 
 def hold_interpreter(ready: str) -> None:
     """Never gives the interpreter's lock back, and does not care about SIGTERM."""
-    Path(ready).touch()
-    ctypes.PyDLL(None).sleep(100)  # unlike CDLL, it keeps the lock in a call
+    # One call of C says so and stays: between two, another thread could take the lock. Unlike CDLL, PyDLL keeps it.
+    stay = f"touch {shlex.quote(ready)}; while kill -0 $PPID 2>/dev/null; do sleep 0.2; done"
+    ctypes.PyDLL(None).system(stay.encode())
 
 
 def ignore_sigterm() -> None:

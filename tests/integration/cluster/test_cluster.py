@@ -198,7 +198,6 @@ def test_metrics(cluster: Cluster) -> None:
 def test_status_does_not_wait_for_a_worker_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
     cluster.workers[0].submit(tasks.hold_interpreter, str(tmp_path / "ready"))
     wait_until((tmp_path / "ready").exists)
-    wait_until(lambda: cluster.status()[0].calls_served is None)  # it holds the interpreter soon after it says so
     first, second = cluster.status()
     assert (first.state, first.calls_served) == ("running", None)
     assert second.calls_served == 0
