@@ -23,7 +23,7 @@ import torch
 from gradwire import _interrupts
 from gradwire.errors import ConfigurationError, RpcTimeout
 from gradwire.rpc.connection import current_request, while_waiting
-from gradwire.rpc.server import busy_ticks
+from gradwire.rpc.server import busyness
 
 
 class UsesParameters(Protocol):
@@ -400,9 +400,9 @@ class ReadingCall:
 
     def has_slept(self, now: float) -> bool:
         """Return whether its thread has not been busy since the first check, long enough to count as waiting."""
-        ticks = busy_ticks(self._thread)
-        if not self._ticks[1] or ticks != self._ticks[0]:
-            self._ticks = (ticks, now)
+        found = busyness(self._thread)
+        if not self._ticks[1] or found.is_ready or found.ticks != self._ticks[0]:
+            self._ticks = (found.ticks, now)
         return now - self._ticks[1] >= IDLE_S
 
 

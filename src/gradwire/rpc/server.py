@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 
@@ -140,7 +140,7 @@ class Slots(Generic[R]):
     def on_stall(self, is_working: bool = False) -> list[R]:
         """Return requests to run beyond the limit if nothing has progressed since the last call.
 
-        A function that has used the processor since then (`is_working`) is working, not waiting.
+        A function that has computed since then (`is_working`), or was ready to, is working, not waiting.
         """
         has_progressed = is_working or self._num_finished != self._finished_at_last_look
         self._finished_at_last_look = self._num_finished
@@ -192,7 +192,7 @@ class Server:
         self._next_report = 0.0
         self.num_served = 0
         self._executing: dict[int, Request] = {}  # by the thread that runs it; single operations only
-        self._ticks: dict[int, int] = {}  # how long those threads had been busy at the last look
+        self._busyness: dict[int, Busyness] = {}  # of those threads, at the last look
         # What ends with an answer, and the thread that does it, by a key of its own; single operations only.
         self._answering: dict[object, int] = {}
 
@@ -345,8 +345,8 @@ class Server:
     def _has_worked(self) -> bool:
         """Return whether any running function has computed since the last look, or was ready to; a waiting one has not."""
         numbers = [thread.native_id for thread in threading.enumerate() if thread.ident in self._executing]
-        before, self._ticks = self._ticks, {number: busy_ticks(number) for number in numbers if number is not None}
-        return any(ticks > before.get(thread, ticks) for thread, ticks in self._ticks.items())
+        before, self._busyness = self._busyness, {number: busyness(number) for number in numbers if number is not None}
+        return any(now.is_ready or now.ticks > before.get(thread, now).ticks for thread, now in self._busyness.items())
 
     def accept(self, request: Request | None, has_slot: bool = False) -> None:
         """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
@@ -596,19 +596,32 @@ def _guarded(handler: Control, only_for: str, purpose: str) -> Control:
     return checked
 
 
-def busy_ticks(thread: int) -> int:
-    """Return for how many hundredths of a second a thread of this process has run, or was ready and waited for a processor.
+class Busyness(NamedTuple):
+    """What the kernel says of a thread."""
 
-    On a busy machine, a thread that computes may not run for a while.
-    """
+    ticks: int
+    """For how many hundredths of a second it has run, or was ready and waited for a processor."""
+    is_ready: bool
+    """Whether it runs or waits for a processor now. A wait in progress is not counted in `ticks` yet."""
+
+
+def busyness(thread: int) -> Busyness:
+    """Return how busy a thread of this process is; on a busy machine, one that computes may not run for a while."""
     task = Path(f"/proc/self/task/{thread}")
     try:
-        ran_ns, waited_ns, _ = (task / "schedstat").read_text().split()
-        return (int(ran_ns) + int(waited_ns)) // 10_000_000
-    except (OSError, ValueError):  # the thread has ended, or the kernel does not count that
-        pass
+        stat = (task / "stat").read_text()
+    except OSError:  # the thread has ended
+        return Busyness(0, False)
     try:
-        fields = (task / "stat").read_text().rpartition(")")[2].split()
+        schedstat = (task / "schedstat").read_text()
     except OSError:
-        return 0
-    return int(fields[11]) + int(fields[12])
+        schedstat = ""
+    return parse_busyness(stat, schedstat)
+
+
+def parse_busyness(stat: str, schedstat: str) -> Busyness:
+    """Read the files of those names; some kernels leave the second empty or full of zeros."""
+    state, *fields = stat.rpartition(")")[2].split()
+    ran_ns, waited_ns, num_times = map(int, schedstat.split() or (0, 0, 0))
+    ticks = (ran_ns + waited_ns) // 10_000_000 if num_times else int(fields[10]) + int(fields[11])
+    return Busyness(ticks, state == "R")

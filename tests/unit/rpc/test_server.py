@@ -8,6 +8,7 @@ import os
 import re
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from conftest import MakeAgents
 from gradwire.rpc import client, server
-from gradwire.rpc.server import Slots, busy_ticks
+from gradwire.rpc.server import Slots, busyness, parse_busyness
 from gradwire.testing import wait_until
 
 
@@ -328,10 +329,10 @@ def test_a_thread_is_busy_while_it_waits_for_a_processor() -> None:
     def compute() -> None:
         os.sched_setaffinity(threading.get_native_id(), {processor})
         both_run.wait(10.0)
-        before, end = busy_ticks(threading.get_native_id()), time.monotonic() + 0.5
+        before, end = busyness(threading.get_native_id()).ticks, time.monotonic() + 0.5
         while time.monotonic() < end:
             hashlib.sha256(data)  # without the interpreter's lock
-        found.append(busy_ticks(threading.get_native_id()) - before)
+        found.append(busyness(threading.get_native_id()).ticks - before)
 
     threads = [threading.Thread(target=compute) for _ in range(2)]
     for thread in threads:
@@ -346,10 +347,10 @@ def test_a_thread_that_waits_is_not_busy() -> None:
     thread = threading.Thread(target=over.wait, args=(20.0,))
     thread.start()
     assert thread.native_id is not None
-    before, end = busy_ticks(thread.native_id), time.monotonic() + 0.2
+    before, end = busyness(thread.native_id).ticks, time.monotonic() + 0.2
     while time.monotonic() < end:
         pass
-    assert busy_ticks(thread.native_id) - before <= 1
+    assert busyness(thread.native_id).ticks - before <= 1
     over.set()
     thread.join(20.0)
 
@@ -358,5 +359,21 @@ def test_a_thread_that_has_ended_is_not_busy() -> None:
     thread = threading.Thread(target=int)
     thread.start()
     thread.join(20.0)
+    wait_until(lambda: not Path(f"/proc/self/task/{thread.native_id}").exists(), 20.0, "its end")
     assert thread.native_id is not None
-    assert busy_ticks(thread.native_id) == 0
+    assert busyness(thread.native_id) == (0, False)
+
+
+_STAT = "42 (a) thread) {state} 1 1 1 0 -1 64 11 0 0 0 7 5 0 0 20 0 9 0 100"
+
+
+@pytest.mark.parametrize("state", ["R", "S"])
+def test_a_thread_that_waits_for_a_processor_all_the_time_is_busy(state: str) -> None:
+    """The kernel adds a wait to its count only when it is over."""
+    found = [parse_busyness(_STAT.format(state=state), schedstat) for schedstat in ("40000000 90000000 3\n",) * 2]
+    assert found == [(13, state == "R")] * 2
+
+
+@pytest.mark.parametrize("schedstat", ["", "0 0 0\n"])
+def test_where_the_kernel_does_not_count_waits_the_time_on_the_processor_counts(schedstat: str) -> None:
+    assert parse_busyness(_STAT.format(state="S"), schedstat) == (12, False)
