@@ -14,7 +14,6 @@ import pytest
 from gradwire.transports.tls import make_keys
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError, is_alive, wait_until
-from rpc.test_rendezvous import free_port
 
 Workers = Callable[..., list[Puppet]]
 
@@ -65,9 +64,14 @@ def test_in_shutdown(workers: Workers) -> None:
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("scheme", ["file", "tcp", "tls"])
 def test_in_init(
-    make_puppets: Callable[[int], list[Puppet]], meeting: str, tmp_path: Path, scheme: str, rank: int
+    make_puppets: Callable[[int], list[Puppet]],
+    meeting: str,
+    tcp_meeting: str,
+    tmp_path: Path,
+    scheme: str,
+    rank: int,
 ) -> None:
-    where = meeting if scheme == "file" else f"tcp://127.0.0.1:{free_port()}"
+    where = meeting if scheme == "file" else tcp_meeting
     make_keys(tmp_path / "keys")
 
     def init(rank: int) -> str:

@@ -50,9 +50,9 @@ from gradwire.wire.exceptions import clean
 _LOOPBACK = "127.0.0.1"
 _ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_S = 0.1
-_LINGER_S = 0.6  # others look three times in this period
 _FAIL_S = 2.0
 _TELL_S = 1.0
+_TELL_WHY_S = 3.0  # for ranks that wait
 _LONGER_S = 10.0  # how much longer than the driver the others wait: it says who is missing
 _MAX_TEXT_BYTES = 4096
 _REFUSED = "refused"
@@ -238,8 +238,7 @@ class EnvironmentScheduler:
     def give_up(self, reason: str) -> None:
         """Tell the waiting ranks why there will be no cluster, and give them time to read it."""
         with contextlib.suppress(RendezvousFailed):  # the store is gone
-            self._exchange.give_up(reason)
-            _interrupts.sleep(_LINGER_S)
+            self._exchange.give_up(reason, _TELL_WHY_S)
 
     def close(self) -> None:
         """Release the other ranks: the launcher stops them, or they exit without a driver."""

@@ -7,6 +7,7 @@
                                      <-------        <round>.<k>.reply.0
     ...
     <round>.closed = <why>           ------->        if the driver aborts
+                                     <-------        <round>.<k>.left
 
 A store may outlive a run, or be used by the next round of it (torchrun starts all ranks again when one fails). What counts
 is the round that the driver has made: a process that finds a new one says hello again, and what is left from an old one
@@ -178,9 +179,14 @@ class DriverExchange:
             if not pause():
                 raise TimeoutError(f"{self._describe(process)} is not responding")
 
-    def give_up(self, reason: str) -> None:
-        """Tell all waiting processes that the driver has aborted."""
+    def give_up(self, reason: str, timeout_s: float = 0.0) -> None:
+        """Tell all waiting processes that the driver has aborted, and give those that have arrived time to read it."""
         self._post.send(f"{self._round}.closed", "closed", _DRIVER, 0, b"", reason.encode())
+        pause = _Pause(time.monotonic() + timeout_s)
+        for process in self._hellos:
+            while self._post.store.get(f"{self._round}.{process}.left") is None:
+                if not pause():
+                    return
 
     def _look_for(self, process: int) -> None:
         raw = self._receive(f"{self._round}.{process}.hello", "hello", process, 0, b"")
@@ -326,6 +332,8 @@ class WorkerExchange:
         if request is None:
             reason = self._closed()
             if reason is not None and self._old_reason is None:
+                with contextlib.suppress(RendezvousFailed):  # the driver did not wait
+                    self._post.store.set(f"{self._round}.{self._process}.left", b"1")
                 raise RendezvousFailed(f"the driver aborted the start: {reason}")
             return False
         reply = f"{self._round}.{self._process}.reply.{self._number}"

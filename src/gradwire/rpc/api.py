@@ -12,7 +12,14 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
-from gradwire.errors import AlreadyInitialized, ConfigurationError, NotInitialized, RpcError, RpcTimeout
+from gradwire.errors import (
+    AlreadyInitialized,
+    ConfigurationError,
+    GradwireError,
+    NotInitialized,
+    RpcError,
+    RpcTimeout,
+)
 from gradwire.observe import log
 from gradwire.rpc import backend_registry
 from gradwire.rpc.agent import Agent, start_worker
@@ -191,6 +198,7 @@ def _meet(
     left_s = max(0.001, deadline - time.monotonic())
     point = open_meeting_point(options.init_method, rank, world_size, left_s, options.tls, options.bind_host)
     info = WorkerInfo(name, point.rank)
+    directory = StoreDirectory(point)
     agent: Agent | None = None
     has_met = False
 
@@ -199,7 +207,6 @@ def _meet(
             point.store.leave(info)
 
     try:
-        directory = StoreDirectory(point)
         config = options.worker_config(point.store.agree_on_token(), point.facing_host)
         if point.world_size is None:  # otherwise rank 0 checks those of all
             check_device_maps({name: report_devices(config)}, knows_all=False)
@@ -216,6 +223,9 @@ def _meet(
         if point.world_size is not None:
             Meeting(agent, directory, point).join(deadline)
         has_met = True
+    except GradwireError:
+        directory.withdraw()
+        raise
     finally:
         if not has_met:
             if agent is not None:

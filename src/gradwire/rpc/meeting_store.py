@@ -79,6 +79,12 @@ class MeetingStore(Protocol):
     def note(self) -> tuple[str, float]:
         """Return the last note and its age in seconds; an empty one if there is none."""
 
+    def withdraw(self) -> None:
+        """Count this worker among those that know that they will not meet here."""
+
+    def num_withdrawn(self) -> int:
+        """Return how many workers have withdrawn."""
+
     def refusals(self) -> str:
         """Return the refused connections as text; empty if there were none or they are not known here."""
 
@@ -165,6 +171,12 @@ class TorchStore:
     def note(self) -> tuple[str, float]:
         stamp, _, note = self.read("obstacle").decode(errors="replace").partition(":")
         return (note, (time.time_ns() - int(stamp)) / 1e9) if stamp.isdecimal() else ("", 0.0)
+
+    def withdraw(self) -> None:
+        self._ask(lambda store: store.add(f"{_PREFIX}/withdrawn", 1))
+
+    def num_withdrawn(self) -> int:
+        return self._ask(lambda store: int(store.add(f"{_PREFIX}/withdrawn", 0)))
 
     def refusals(self) -> str:
         return ""

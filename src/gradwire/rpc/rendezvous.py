@@ -49,7 +49,7 @@ from gradwire.wire.messages import decode_address, encode_address
 _log = get_logger(__name__)
 _LOOK_S = 0.05
 _OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
-_LINGER_S = 0.6  # others look for an obstacle three times in this period
+_TELL_S = _OBSTACLE_S + 1.0  # how long the others have to read a note in a store that ends with this process
 _read_notes: set[str] = set()  # notes about obstacles that this process knows: it may try again with another name
 
 Obstacle = Literal["duplicate", "refused"]
@@ -74,6 +74,7 @@ class StoreDirectory(StaticDirectory):
         self._store = point.store
         self._where = point.where
         self._world_size = point.world_size
+        self._is_hopeless = False  # whether there is a note that this world cannot become complete
         self._hints: dict[str, WorkerAddress] = {}  # of workers that have not shown who they are, by name
 
     def publish(self, agent: Agent) -> None:
@@ -100,6 +101,7 @@ class StoreDirectory(StaticDirectory):
     def announce(self, kind: Obstacle, text: str) -> str:
         """Leave a note for all who wait for this world: it cannot become complete. Return the note."""
         note = f"{secrets.token_hex(8)}:{kind}:{text}"
+        self._is_hopeless = True
         with contextlib.suppress(MeetingPointLost):
             self._store.announce(note)
         return note
@@ -114,19 +116,29 @@ class StoreDirectory(StaticDirectory):
         is_new = note not in _read_notes and age_s < time.monotonic() - since + _OBSTACLE_S
         if is_new and kind in _ERRORS:
             _read_notes.add(note)
-            self._linger()
+            self._is_hopeless = True
             raise _ERRORS[kind](text)
 
     def give_up(self, text: str) -> None:
-        """Tell all waiting ranks that this worker will not join, and give them time to read it."""
+        """Tell all waiting ranks that this worker will not join."""
         if self.is_fixed:
             self.announce("refused", text)
-            self._linger()
 
-    def _linger(self) -> None:
-        """Give the others time to read the store, if it ends with this process."""
-        if self._store.is_served_here:
-            _interrupts.sleep(_LINGER_S)
+    def withdraw(self) -> None:
+        """Stop waiting if this world cannot become complete.
+
+        If the store ends with this process, wait until the others have withdrawn, too, or have had time to: a rank that
+        finds no store would wait for rank 0 until its own deadline.
+        """
+        if self._world_size is None or not self._is_hopeless:
+            return
+        deadline = time.monotonic() + _TELL_S
+        with contextlib.suppress(MeetingPointLost):
+            self._store.withdraw()
+            while self._store.is_served_here and time.monotonic() < deadline:
+                if self._store.num_withdrawn() >= self._world_size:
+                    return
+                _interrupts.sleep(_LOOK_S)
 
     def check_store(self) -> None:
         """Raise `MeetingPointLost` if the store does not answer."""

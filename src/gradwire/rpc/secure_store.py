@@ -107,7 +107,15 @@ class GetNote(_Request, frozen=True):
     pass
 
 
-Request = GetToken | Publish | Find | ListNames | Announce | GetNote
+class Withdraw(_Request, frozen=True):
+    pass
+
+
+class CountWithdrawn(_Request, frozen=True):
+    pass
+
+
+Request = GetToken | Publish | Find | ListNames | Announce | GetNote | Withdraw | CountWithdrawn
 
 _requests = msgspec.msgpack.Decoder(Request)
 _answers: dict[type[Request], msgspec.msgpack.Decoder[Any]] = {
@@ -117,6 +125,8 @@ _answers: dict[type[Request], msgspec.msgpack.Decoder[Any]] = {
     ListNames: msgspec.msgpack.Decoder(list[_Name]),
     Announce: msgspec.msgpack.Decoder(None),
     GetNote: msgspec.msgpack.Decoder(tuple[Annotated[str, Meta(max_length=_MAX_NOTE)], float]),
+    Withdraw: msgspec.msgpack.Decoder(None),
+    CountWithdrawn: msgspec.msgpack.Decoder(int),
 }
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -133,6 +143,7 @@ class Entries:
         self._num_bytes = 0
         self._note = ""
         self._noted_at = clock()
+        self._num_withdrawn = 0
 
     def __repr__(self) -> str:
         return f"<Entries of {len(self._addresses)} workers, {self._num_bytes:,} bytes>"
@@ -162,7 +173,12 @@ class Entries:
         if isinstance(request, Announce):
             self._note, self._noted_at = clean(request.note, _MAX_NOTE), self._clock()
             return None
-        return self._note, self._clock() - self._noted_at
+        if isinstance(request, GetNote):
+            return self._note, self._clock() - self._noted_at
+        if isinstance(request, Withdraw):
+            self._num_withdrawn += 1
+            return None
+        return self._num_withdrawn
 
     def _publish(self, raw: bytes, certified: frozenset[str] | None) -> None:
         info = decode_address(raw, _LIMITS).info
@@ -209,6 +225,12 @@ class _Store:
     def note(self) -> tuple[str, float]:
         text, age_s = self._ask(GetNote())
         return text, age_s
+
+    def withdraw(self) -> None:
+        self._ask(Withdraw())
+
+    def num_withdrawn(self) -> int:
+        return int(self._ask(CountWithdrawn()))
 
 
 class _Incoming:

@@ -12,6 +12,9 @@ from cluster.processes import children_of
 from gradwire.cluster import _forkserver
 from gradwire.cluster._forkserver import close_idle_fork_server
 from gradwire.testing import wait_until
+from rpc.fixtures import free_port
+
+__all__ = ["free_port"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tempfile
@@ -121,12 +120,6 @@ def test_a_worker_ignores_ctrl_c_and_ends_with_its_driver(tmp_path: Path) -> Non
         assert code == 1
         assert "KeyboardInterrupt" in err.splitlines()[-1]
         assert "Traceback" not in err
-
-
-@pytest.fixture
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 PROGRAM = Path(__file__).resolve().parents[3] / "docs" / "tutorial" / "7_two_machines.py"

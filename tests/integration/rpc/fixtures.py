@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from gradwire.cluster.rank_processes import reserve_port
 from gradwire.config import WorkerConfig
 from gradwire.rpc import Agent, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
@@ -87,6 +88,18 @@ def meeting() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="gwm-", dir="/tmp")
     yield f"file://{folder}/store"
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def free_port() -> Iterator[int]:
+    """A port of loopback that nothing else gets during the test."""
+    with reserve_port() as port:
+        yield port
+
+
+@pytest.fixture
+def tcp_meeting(free_port: int) -> str:
+    return f"tcp://127.0.0.1:{free_port}"
 
 
 @pytest.fixture

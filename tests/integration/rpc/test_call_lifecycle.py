@@ -38,7 +38,6 @@ from gradwire.transports.stream import StreamConnection
 from rpc import handlers
 from rpc.fixtures import MakeAgents
 from rpc.puppets import Puppet, wait_until
-from rpc.test_rendezvous import free_port
 
 _crowd_lock = threading.Lock()  # guards _crowd
 _crowd = {"now": 0, "most": 0}
@@ -441,10 +440,11 @@ def _listens_at(pid: int) -> list[str]:
     return [line[1] for line in lines if len(line) > 9 and line[3] == "0A" and f"socket:[{line[9]}]" in inodes]
 
 
-def test_a_store_on_loopback_cannot_be_reached_from_elsewhere(workers: Callable[..., list[Puppet]]) -> None:
-    port = free_port()
-    first, second = workers(2, f"tcp://127.0.0.1:{port}")
-    assert _listens_at(first.pid) == [f"0100007F:{port:04X}"]
+def test_a_store_on_loopback_cannot_be_reached_from_elsewhere(
+    workers: Callable[..., list[Puppet]], free_port: int
+) -> None:
+    first, second = workers(2, f"tcp://127.0.0.1:{free_port}")
+    assert _listens_at(first.pid) == [f"0100007F:{free_port:04X}"]
     assert _listens_at(second.pid) == []
 
 

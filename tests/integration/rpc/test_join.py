@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import threading
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradwire.config import WorkerConfig
-from gradwire.rpc import Agent
+from gradwire.errors import RendezvousFailed
+from gradwire.rpc import Agent, rendezvous
 from gradwire.rpc.meeting_point import open_meeting_point
 from gradwire.rpc.rendezvous import Host, StoreDirectory
 from gradwire.runtime import start_worker
 from gradwire.testing import wait_until
 from gradwire.transports.stream import StreamConnection
+from gradwire.transports.tls import keys_for, make_keys
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.messages import Failure, encode_address
 from rpc.by_hand import connect, receive, send_control
@@ -108,3 +113,41 @@ def test_a_worker_cannot_speak_for_others_when_rank_0_restarts(host: Host, direc
     host.adopt([address_of("w2", 2)])
     assert set(host._joined) == {0, 1, 2}
     assert host._answers == {}  # rank 0 was told
+
+
+@pytest.fixture
+def worlds(tcp_meeting: str, tmp_path: Path) -> Iterator[list[StoreDirectory]]:
+    """The directories of two ranks that meet at a store of rank 0."""
+    make_keys(tmp_path, ["w0", "w1"])
+    with contextlib.ExitStack() as stack:
+        points = [open_meeting_point(tcp_meeting, rank, 2, 5.0, keys_for(tmp_path, f"w{rank}")) for rank in range(2)]
+        for rank, point in enumerate(points):
+            stack.callback(point.store.leave, WorkerInfo(f"w{rank}", rank))
+        yield [StoreDirectory(point) for point in points]
+
+
+def test_rank_0_stays_until_the_others_know_why_there_is_no_meeting(
+    worlds: list[StoreDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_TELL_S", 60.0)
+    first, second = worlds
+    second.withdraw()  # it has nothing to withdraw from
+    first.announce("refused", "rank 0 cannot start")
+    stays = threading.Thread(target=first.withdraw)
+    stays.start()
+    wait_until(lambda: first._store.num_withdrawn() == 1, 20.0, "that rank 0 has withdrawn")
+    assert stays.is_alive()
+    with pytest.raises(RendezvousFailed, match="rank 0 cannot start"):
+        second.check_obstacle(time.monotonic())
+    second.withdraw()
+    stays.join(20.0)
+    assert not stays.is_alive()
+
+
+def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(
+    worlds: list[StoreDirectory], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rendezvous, "_TELL_S", 0.1)
+    worlds[0].announce("refused", "rank 0 cannot start")
+    worlds[0].withdraw()
+    assert worlds[0]._store.num_withdrawn() == 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -20,17 +19,6 @@ from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
 
 Make = Callable[[int], list[Puppet]]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@pytest.fixture
-def tcp_meeting() -> str:
-    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def _meet(puppets: list[Puppet], init_method: str, world_size: int | None = -1, **options: object) -> None:
@@ -88,10 +76,10 @@ def test_meet_again_without_waiting_for_the_others(
     assert all(puppet.do("rpc._is_current_rpc_agent_set()") is False for puppet in puppets)
 
 
-def test_environment(make_puppets: Make) -> None:
-    puppets, port = make_puppets(2), free_port()
+def test_environment(make_puppets: Make, free_port: int) -> None:
+    puppets = make_puppets(2)
     for rank, puppet in enumerate(puppets):
-        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port)}
         puppet.do(f"os.environ.update({variables!r})")
         puppet.start(f"rpc.init_rpc('w{rank}')")
     for puppet in puppets:

@@ -23,6 +23,7 @@ from gradwire.cluster.environment_scheduler import (
 )
 from gradwire.cluster.kv_store import FolderStore
 from gradwire.cluster.message_auth import CertificateAuth, NoAuth, SharedSecret, write_secret
+from gradwire.cluster.rank_processes import reserve_port
 from gradwire.cluster.store_exchange import WorkerExchange
 from gradwire.errors import AuthenticationFailed, ConfigurationError, RendezvousFailed, WorkerStartFailed
 from gradwire.transports.tls import keys_for, make_keys
@@ -94,9 +95,10 @@ def test_rank_0_that_cannot_listen_says_where() -> None:
 
 
 def test_a_store_that_nothing_listens_at_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    with pytest.raises(RendezvousFailed, match=f"rank 0 did not listen at tcp://127.0.0.1:{port}"):
+    with (
+        reserve_port() as port,
+        pytest.raises(RendezvousFailed, match=f"rank 0 did not listen at tcp://127.0.0.1:{port}"),
+    ):
         open_store(environment(1, master=("127.0.0.1", port)), SharedSecret(b"s" * 32), time.monotonic() + 0.3)
 
 

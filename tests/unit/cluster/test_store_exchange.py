@@ -150,8 +150,19 @@ def test_processes_that_wait_learn_why_the_driver_gave_up() -> None:
     driver = DriverExchange(store, TOPIC, SharedSecret(b"s" * 32), "rank")
     process = Process(store, 1, SharedSecret(b"s" * 32))
     driver.wait_hellos([1], soon())
-    driver.give_up("rank 2 never arrived")
+    driver.give_up("rank 2 never arrived", 60.0)
+    assert any(key.endswith(".1.left") for key in store.values), "it knows when that returns: the store may go"
     assert str(process.end()) == "the driver aborted the start: rank 2 never arrived"
+
+
+def test_a_driver_that_gives_up_does_not_wait_for_ever_for_a_process_that_is_gone() -> None:
+    store = FakeStore()
+    driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
+    process = Process(store, 1, NoAuth(), deadline_s=0.2)
+    driver.wait_hellos([1], soon())
+    assert "did not make this process a worker in time" in str(process.end())
+    driver.give_up("over", 0.1)
+    assert not any(key.endswith("left") for key in store.values)
 
 
 def test_ranks_that_never_arrive_are_named() -> None:

@@ -7,7 +7,17 @@ import pytest
 
 from gradwire.errors import AuthenticationFailed, DecodeError, IdentityTaken, LimitExceeded
 from gradwire.rpc import secure_store
-from gradwire.rpc.secure_store import Announce, Entries, Find, GetNote, GetToken, ListNames, Publish
+from gradwire.rpc.secure_store import (
+    Announce,
+    CountWithdrawn,
+    Entries,
+    Find,
+    GetNote,
+    GetToken,
+    ListNames,
+    Publish,
+    Withdraw,
+)
 from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire.messages import encode_address
 
@@ -101,6 +111,11 @@ def test_a_note_is_harmless_to_print_and_has_an_age() -> None:
     entries.handle(Announce("a\x1b[2Jb"), W1)
     now = 12.5
     assert entries.handle(GetNote(), W2) == (r"a\x1b[2Jb", 2.5)
+
+
+def test_those_who_withdraw_are_counted() -> None:
+    entries = Entries()
+    assert [entries.handle(request, W1) for request in (CountWithdrawn(), Withdraw(), CountWithdrawn())] == [0, None, 1]
 
 
 @pytest.mark.parametrize(
