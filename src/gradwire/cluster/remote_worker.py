@@ -153,12 +153,13 @@ class RemoteWorker:
         agent, driver = self._agent, self._driver
         if agent is None or driver is None or not self._had_driver:
             return
-        if agent.peers.is_connected(driver.info.id, driver.incarnation):
-            with self._changed:
+        is_connected = agent.peers.is_connected(driver.info.id, driver.incarnation)
+        with self._changed:
+            if is_connected:
                 self._deadline = None
-        elif self._deadline is None:
-            self._expect_driver(_RETURN_S, "there is no connection with the driver")
-            _start_thread(self._reach_driver, agent, driver.info.name)
+            elif self._deadline is None:
+                self._expect_driver(_RETURN_S, "there is no connection with the driver")
+                _start_thread(self._reach_driver, agent, driver.info.name)
 
     def _introduce(self, question: Introduce) -> Introduction:
         from gradwire.transports.certificates import ProcessKey
