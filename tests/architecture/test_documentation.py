@@ -21,6 +21,7 @@ ABOUT_INTERNALS = {"docs/internals/protocol.md"}  # it shows the bytes on the wi
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PROGRAMS = sorted([*EXAMPLES, *(ROOT / "docs" / "tutorial").glob("*.py")])
 REFERENCE = ROOT / "docs" / "reference"
+DECISIONS = ROOT / "docs" / "internals" / "adr"
 STORED = ROOT / "docs" / "examples" / "output"
 LINKED = sorted([*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("[!.]*/README.md")])
 
@@ -131,6 +132,18 @@ def without_code(text: str, inline: bool = True) -> str:
         flags=re.DOTALL | re.MULTILINE,
     )
     return re.sub(r"`[^`\n]+`", "code", text) if inline else text
+
+
+def test_index_of_decisions_lists_every_one_in_order() -> None:
+    """Number, title and file. Sphinx numbers a list anew where a number is missing."""
+    listed = re.findall(r"^(\d+)\. \[(.+)\]\(([^()]+)\)$", (DECISIONS / "index.md").read_text(), re.MULTILINE)
+    there = []
+    for page in sorted(DECISIONS.glob("0*.md")):
+        number, title = re.findall(r"\A# (\d+)\. (.+)$", page.read_text(), re.MULTILINE)[0]
+        assert page.name.startswith(f"{int(number):04}-")
+        there.append((number, title, page.name))
+    assert listed == there
+    assert [int(number) for number, _, _ in there] == list(range(1, len(there) + 1))
 
 
 @pytest.mark.parametrize("program", EXAMPLES, ids=lambda path: path.name)
