@@ -30,7 +30,7 @@ PROMPT_S = 10.0
 """Far below the 60 s of a call, and the timeouts of groups: the end of a process is noticed, not waited for."""
 
 LATE_S = 5.0
-"""The timeout of groups whose ranks wait in vain; ranks must also be able to join within it."""
+"""The timeout of groups whose operations time out; ranks must also be able to join within it."""
 
 
 @pytest.fixture
