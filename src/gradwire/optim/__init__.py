@@ -11,5 +11,6 @@ from __future__ import annotations
 from gradwire.optim.distributed import DistributedOptimizer
 from gradwire.optim.local import LocalOptimizer
 from gradwire.optim.scaler import GradScaler
+from gradwire.params.snapshots import stepping
 
-__all__ = ["DistributedOptimizer", "GradScaler", "LocalOptimizer"]
+__all__ = ["DistributedOptimizer", "GradScaler", "LocalOptimizer", "stepping"]

@@ -76,10 +76,17 @@ def mode_of(param: torch.Tensor) -> Mode | None:
 
 @contextlib.contextmanager
 def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iterator[None]:
-    """Surround code that changes parameters in place, such as the step of an optimizer: one at a time.
+    """Surround code that changes parameters of this worker in place, such as the step of an optimizer of your own.
 
-    Parameters without a guard get one, as ``"snapshot"``. With ``"serialize"``, the contexts' turns end. The values that the
-    contexts of `context_ids` saw may change, those that other contexts saw may not.
+    Such blocks run one at a time on the same parameters. The values that the contexts of `context_ids` saw may change;
+    other contexts keep those that they saw. With ``"serialize"``, the turns of the contexts of `context_ids` end.
+
+    Args:
+        params: The parameters. Those that are not shared yet are from now on, as ``"snapshot"``.
+        context_ids: The contexts that the change is for.
+
+    Raises:
+        RpcTimeout: Calls that use the parameters, or another such block, have not finished in time.
     """
     own, found = frozenset(context_ids), find_all(params)
     all_turns = {item.group.turns for _, item in found}
@@ -216,7 +223,7 @@ def _unpack(saved: Saved) -> torch.Tensor:
         raise AutogradError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"{tensor.dtype} tensor of shape {list(tensor.shape)} is at version {now}; expected version {version} "
-            f"instead. Step optimizers through gradwire.optim, or inside gradwire.params.snapshots.stepping"
+            f"instead. Step optimizers through gradwire.optim, or inside gradwire.optim.stepping"
         )
     return tensor
 
