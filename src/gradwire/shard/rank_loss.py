@@ -68,7 +68,7 @@ def collective(group: Any, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if isinstance(error, WorkerLost):
+        if isinstance(error, WorkerLost) or group is None:  # None: there is no default group either
             raise
         failure = _failures.get(group) or _explain(group, str(error).lower())
         if failure is None:

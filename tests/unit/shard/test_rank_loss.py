@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from gradwire.shard import rank_loss
-from gradwire.shard.rank_loss import Report, find_lost
+from gradwire.shard.rank_loss import Report, collective, find_lost
 from gradwire.testing import wait_until
 
 
@@ -104,3 +104,9 @@ def test_names_of_ranks() -> None:
     assert rank_loss._name([1]) == "rank 1"
     assert rank_loss._name([0, 2]) == "ranks 0 and 2"
     assert rank_loss._name([0, 2, 5]) == "ranks 0, 2 and 5"
+
+
+def test_error_without_a_group_stays_what_it_is() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="no such group"), collective(None, "a gathering"):
+        raise RuntimeError("no such group")
