@@ -14,6 +14,8 @@ from typing import Annotated, Any, Optional, TypeVar
 
 import typer
 
+from gradwire.errors import DOCS_URL
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _EXIT_CODES = "Exit codes: 0 success, 1 failed, 2 usage error, 130 Ctrl-C."
@@ -32,7 +34,7 @@ keys = typer.Typer(
     no_args_is_help=True,
     context_settings=_HELP,
     help="Create, sign and inspect the keys of clusters that span several machines.",
-    epilog="More: docs/guides/clusters.md. " + _EXIT_CODES,
+    epilog=f"{_EXIT_CODES} More: {DOCS_URL}guides/clusters.html",
 )
 app.add_typer(keys, name="keys")
 

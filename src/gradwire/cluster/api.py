@@ -177,7 +177,8 @@ class Cluster:
                 more than 1 GiB.
             device_maps: For each worker, its device for each device of the member that calls it, e.g.
                 ``{"worker1": {"cuda:0": "cuda:1"}}``; the same in the driver and in all workers. Without a map for a worker,
-                tensors arrive there on the device of the same name. See ``docs/guides/accelerators.md``.
+                tensors arrive there on the device of the same name. See
+                :doc:`Accelerators </guides/accelerators>`.
             restart: ``"on-loss"`` restarts a lost worker under its name and rank, as a new process without any state. With
                 ``"never"`` it stays lost.
             on_restart: Called with each restarted worker, in a thread of the driver, to rebuild its state: for instance
@@ -240,7 +241,7 @@ class Cluster:
         lost_after: float | None = None,
         max_restarts: int = 10,
     ) -> Cluster:
-        """Start workers on a Ray cluster, one per actor. See ``docs/guides/clusters.md``.
+        """Start workers on a Ray cluster, one per actor. See :doc:`Clusters on several machines </guides/clusters>`.
 
         Ray chooses the nodes, starts the processes and reports when one exits. Calls and tensors do not go through Ray:
         workers connect to each other over TLS, with keys that they generate and the driver signs.
@@ -734,16 +735,17 @@ class Cluster:
         return dataclasses.replace(status, calls_per_s=rate, **msgspec.structs.asdict(usage))
 
     def dashboard(self, port: int = 0) -> Dashboard:
-        """Open the live page of this cluster, on this machine's loopback; see ``docs/guides/seeing.md``.
+        """Open the dashboard of this cluster, on this machine's loopback.
 
-        The page shows the workers, the graph and the time line of the latest steps, errors, references and stacks. It is
-        closed with the cluster. Needs ``pip install 'gradwire[dashboard]'``.
+        It shows the workers, the graph and the time line of the latest steps, errors, references and stacks: see
+        :doc:`Monitoring and tracing </guides/seeing>`. It is closed with the cluster. Needs
+        ``pip install 'gradwire[dashboard]'``.
 
         Args:
-            port: Port to listen on; any free port if not given. Of a page that is open already, this must be its port.
+            port: Port to listen on; any free port if not given. Of a dashboard that is open already, this must be its port.
 
         Returns:
-            The page, the same one while it is open; its `url` is a link that works once.
+            The dashboard, the same one while it is open; its `url` is a link that works once.
 
         Raises:
             ConfigurationError: A package is missing, or the port cannot be used.
@@ -759,7 +761,7 @@ class Cluster:
                 current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)
         if port not in (0, current.port):
             raise ConfigurationError(
-                f"the page of this cluster is open already, on port {current.port}; close it first"
+                f"the dashboard of this cluster is open already, on port {current.port}; close it first"
             )
         return current
 

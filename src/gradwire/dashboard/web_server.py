@@ -46,7 +46,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise ConfigurationError(
-        f"the page needs the package {(error.name or '').partition('.')[0]}: run pip install 'gradwire[dashboard]'"
+        f"the dashboard needs the package {(error.name or '').partition('.')[0]}: run pip install 'gradwire[dashboard]'"
     ) from error
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ def _listen(port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise ConfigurationError(
-            f"the page cannot listen on port {port} of this machine: {error.strerror}; pass another port, or 0 for any"
+            f"the dashboard cannot listen on port {port} of this machine: {error.strerror}; pass another port, or 0 for any"
         ) from error
     return listener
 

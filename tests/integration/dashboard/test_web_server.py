@@ -427,7 +427,7 @@ def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.Mon
     monkeypatch.delitem(sys.modules, "gradwire.dashboard.web_server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
     with pytest.raises(
-        ConfigurationError, match=r"the page needs the package uvicorn: run pip install 'gradwire\[dashboard\]'"
+        ConfigurationError, match=r"the dashboard needs the package uvicorn: run pip install 'gradwire\[dashboard\]'"
     ):
         __import__("gradwire.dashboard.web_server")
 
