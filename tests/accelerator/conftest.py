@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from per_file import leak_check, template_ends_with_the_session, template_is_pre
 
 __all__ = ["leak_check", "template_ends_with_the_session", "template_is_prepared"]
 
+_FOLDER = Path(__file__).parent
 _worker_environment: dict[str, str] = {}
 
 
@@ -24,6 +26,14 @@ def pytest_configure() -> None:
     except device.TooFewDevices as reason:
         pytest.exit(str(reason), returncode=1)
     _worker_environment.update(device.hide_from_driver())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave time for a build of the stand-in, which whatever test comes first waits for."""
+    longer = pytest.mark.timeout(float(config.getini("timeout")) + device.BUILD_S)
+    for item in items:
+        if item.path.parent == _FOLDER:
+            item.add_marker(longer)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -30,7 +30,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _SOURCE = Path(__file__).with_name("stand_in.cpp")
 _CACHE = Path(__file__).parents[2] / "build" / "accelerator"
-_BUILD_S = 300.0
+BUILD_S = 300.0
 _FLAGS = ("-O0", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
 
 
@@ -169,7 +169,7 @@ def _compile(library: Path) -> None:
     includes = [f"-I{path}" for path in cpp_extension.include_paths()]
     linked = [*(f"-L{path}" for path in cpp_extension.library_paths()), "-lc10", "-ltorch_cpu"]
     command = [compiler, *_FLAGS, *includes, str(_SOURCE), "-o", str(part), *linked]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=_BUILD_S, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BUILD_S, check=False)
     if done.returncode:
         raise RuntimeError(f"the stand-in accelerator does not build: {' '.join(command)}\n{done.stderr}")
     part.replace(library)
