@@ -144,14 +144,23 @@ def prepare() -> None:
         build()
 
 
+def is_prepared() -> bool:
+    """Whether `prepare` has nothing to build."""
+    return not IS_STAND_IN or _library().exists()
+
+
+def _library() -> Path:
+    text = f"{_SOURCE.read_text()}\n{torch.__version__}\n{_FLAGS}"
+    return _CACHE / f"stand_in-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+
+
 def build() -> Path:
     """Return the library; the process that comes first builds it, and others wait.
 
     Raises:
         NoCompiler: It is not built, and there is no C++ compiler.
     """
-    text = f"{_SOURCE.read_text()}\n{torch.__version__}\n{_FLAGS}"
-    library = _CACHE / f"stand_in-{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
+    library = _library()
     if not library.exists():
         _CACHE.mkdir(parents=True, exist_ok=True)
         with open(_CACHE / "lock", "w") as lock:

@@ -238,7 +238,9 @@ class EnvironmentScheduler:
     def give_up(self, reason: str) -> None:
         """Tell the waiting ranks why there will be no cluster, and give them time to read it."""
         with contextlib.suppress(RendezvousFailed):  # the store is gone
-            self._exchange.give_up(reason, _TELL_WHY_S)
+            over = {process.number for process in self._processes if process.end_reason() is not None}
+            others = [rank for rank in range(1, self._environment.world_size) if rank not in over]
+            self._exchange.give_up(reason, others, _TELL_WHY_S)
 
     def close(self) -> None:
         """Release the other ranks: the launcher stops them, or they exit without a driver."""
@@ -319,9 +321,11 @@ def _start_driver(scheduler: EnvironmentScheduler, options: RemoteOptions) -> An
         reason = str(error)
         raise
     finally:
-        if reason is not None:
-            scheduler.give_up(reason)
-        scheduler.settle()
+        try:
+            if reason is not None:
+                scheduler.give_up(reason)
+        finally:
+            scheduler.settle()
     print(f"gradwire: {scheduler.describe()}", file=sys.stderr, flush=True)
     return started
 

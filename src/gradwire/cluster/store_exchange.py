@@ -12,7 +12,7 @@
 A store may outlive a run, or be used by the next round of it (torchrun starts all ranks again when one fails). What counts
 is the round that the driver has made: a process that finds a new one says hello again, and what is left from an old one
 is not looked at. Each message is proven (`gradwire.cluster.message_auth`) for its round, process, direction and place in
-the order, and requests besides for the hello they answer; so none can be replayed.
+the order, and requests besides for the hello they answer; so none can be replayed. `left` is not: it only ends a wait.
 """
 
 from __future__ import annotations
@@ -179,12 +179,19 @@ class DriverExchange:
             if not pause():
                 raise TimeoutError(f"{self._describe(process)} is not responding")
 
-    def give_up(self, reason: str, timeout_s: float = 0.0) -> None:
-        """Tell all waiting processes that the driver has aborted, and give those that have arrived time to read it."""
+    def give_up(self, reason: str, processes: Iterable[int] = (), timeout_s: float = 0.0) -> None:
+        """Tell all waiting processes that the driver has aborted.
+
+        Args:
+            reason: Why.
+            processes: Numbers of the processes that get time to read it, if they have arrived.
+            timeout_s: How much time they get.
+        """
         self._post.send(f"{self._round}.closed", "closed", _DRIVER, 0, b"", reason.encode())
-        pause = _Pause(time.monotonic() + timeout_s)
-        for process in self._hellos:
-            while self._post.store.get(f"{self._round}.{process}.left") is None:
+        store, pause = self._post.store, _Pause(time.monotonic() + timeout_s)
+        for process in processes:
+            key = f"{self._round}.{process}"
+            while store.get(f"{key}.hello") is not None and store.get(f"{key}.left") is None:
                 if not pause():
                     return
 

@@ -68,9 +68,9 @@ class RemoteModule(nn.Module):
         module_cls: The class, or any function that returns a module; with ``trust="data"`` an exposed one or its name.
         args: Arguments of `module_cls`.
         kwargs: Keyword arguments of `module_cls`.
-        concurrency: How contexts share the parameters; see `gradwire.params.snapshots`. ``"snapshot"``: each context
-            gets exact
-            gradients for the weights that it saw. ``"serialize"``: one context at a time. ``"hogwild"``: not exact.
+        concurrency: How contexts share the parameters (see :doc:`Modules </guides/modules>`). ``"snapshot"``: each
+            context gets exact gradients for the weights that it saw. ``"serialize"``: one context at a time.
+            ``"hogwild"``: not exact.
 
     Attributes:
         on: The owner's name, or rank if it was given by rank.

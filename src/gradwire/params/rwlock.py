@@ -435,7 +435,7 @@ def end(change: Change, call: ReadingCall | None) -> None:
 
 
 def _wait_begun(change: Change) -> None:
-    deadline = deadline_here()
+    deadline, next_look = deadline_here(), 0.0
     with while_waiting(), changed:
         change.wait()
         try:
@@ -444,8 +444,10 @@ def _wait_begun(change: Change) -> None:
                     raise late("calls that use these parameters, or another step, have not finished")
                 _interrupts.wait(changed, _SLICE_S)
                 now = time.monotonic()
-                for call in [call for call in _readers if call.has_slept(now)]:
-                    call.let_go()
+                if now >= next_look:  # not each time that something changes: it asks the kernel about every reader
+                    next_look = now + _SLICE_S
+                    for call in [call for call in _readers if call.has_slept(now)]:
+                        call.let_go()
         finally:
             change.stop_waiting()
             changed.notify_all()

@@ -82,7 +82,7 @@ def stepping(params: Iterable[torch.Tensor], context_ids: Iterable[int]) -> Iter
     other contexts keep those that they saw. With ``"serialize"``, the turns of the contexts of `context_ids` end.
 
     Args:
-        params: The parameters. Those that are not shared yet are from now on, as ``"snapshot"``.
+        params: The parameters. Those that are not shared yet become shared, in mode ``"snapshot"``.
         context_ids: The contexts that the change is for.
 
     Raises:

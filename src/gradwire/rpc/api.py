@@ -200,10 +200,10 @@ def _meet(
     info = WorkerInfo(name, point.rank)
     directory = StoreDirectory(point)
     agent: Agent | None = None
-    has_met = False
+    has_met = has_failed = False
 
     def leave() -> None:
-        if agent is not None:  # a worker that could not start reports that first
+        if has_met:  # otherwise it first tells the others why not
             point.store.leave(info)
 
     try:
@@ -224,14 +224,18 @@ def _meet(
             Meeting(agent, directory, point).join(deadline)
         has_met = True
     except GradwireError:
-        directory.withdraw()
+        has_failed = True
         raise
     finally:
         if not has_met:
-            if agent is not None:
-                set_current_agent(None)
-                agent.close()
-            point.store.leave(info)
+            try:
+                if agent is not None:
+                    set_current_agent(None)
+                    agent.close()  # now: nobody may still join this worker
+                if has_failed:
+                    directory.withdraw()
+            finally:
+                point.store.leave(info)
 
 
 def _as_options(options: RpcBackendOptions | None) -> RpcOptions:

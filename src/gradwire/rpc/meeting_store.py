@@ -79,11 +79,11 @@ class MeetingStore(Protocol):
     def note(self) -> tuple[str, float]:
         """Return the last note and its age in seconds; an empty one if there is none."""
 
-    def withdraw(self) -> None:
-        """Count this worker among those that know that they will not meet here."""
+    def withdraw(self, rank: int) -> None:
+        """Record that a rank knows that there will be no meeting."""
 
-    def num_withdrawn(self) -> int:
-        """Return how many workers have withdrawn."""
+    def has_withdrawn(self, rank: int) -> bool:
+        """Return whether a rank has recorded that."""
 
     def refusals(self) -> str:
         """Return the refused connections as text; empty if there were none or they are not known here."""
@@ -172,11 +172,11 @@ class TorchStore:
         stamp, _, note = self.read("obstacle").decode(errors="replace").partition(":")
         return (note, (time.time_ns() - int(stamp)) / 1e9) if stamp.isdecimal() else ("", 0.0)
 
-    def withdraw(self) -> None:
-        self._ask(lambda store: store.add(f"{_PREFIX}/withdrawn", 1))
+    def withdraw(self, rank: int) -> None:
+        self.write(f"withdrawn/{rank}", b"1")
 
-    def num_withdrawn(self) -> int:
-        return self._ask(lambda store: int(store.add(f"{_PREFIX}/withdrawn", 0)))
+    def has_withdrawn(self, rank: int) -> bool:
+        return bool(self.read(f"withdrawn/{rank}"))
 
     def refusals(self) -> str:
         return ""

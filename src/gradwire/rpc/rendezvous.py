@@ -49,7 +49,10 @@ from gradwire.wire.messages import decode_address, encode_address
 _log = get_logger(__name__)
 _LOOK_S = 0.05
 _OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
-_TELL_S = _OBSTACLE_S + 1.0  # how long the others have to read a note in a store that ends with this process
+_STAY_S = (
+    0.6  # how long a store stays that ends with this process: others look for an obstacle three times in this period
+)
+_LONGEST_STAY_S = _OBSTACLE_S + 1.0  # the same as long as ranks have not withdrawn
 _read_notes: set[str] = set()  # notes about obstacles that this process knows: it may try again with another name
 
 Obstacle = Literal["duplicate", "refused"]
@@ -74,7 +77,8 @@ class StoreDirectory(StaticDirectory):
         self._store = point.store
         self._where = point.where
         self._world_size = point.world_size
-        self._is_hopeless = False  # whether there is a note that this world cannot become complete
+        self._rank = point.rank
+        self.is_hopeless = False  # whether the others learn that this world cannot become complete, or this worker has
         self._hints: dict[str, WorkerAddress] = {}  # of workers that have not shown who they are, by name
 
     def publish(self, agent: Agent) -> None:
@@ -101,9 +105,9 @@ class StoreDirectory(StaticDirectory):
     def announce(self, kind: Obstacle, text: str) -> str:
         """Leave a note for all who wait for this world: it cannot become complete. Return the note."""
         note = f"{secrets.token_hex(8)}:{kind}:{text}"
-        self._is_hopeless = True
         with contextlib.suppress(MeetingPointLost):
             self._store.announce(note)
+            self.is_hopeless = True
         return note
 
     def check_obstacle(self, since: float) -> None:
@@ -116,7 +120,7 @@ class StoreDirectory(StaticDirectory):
         is_new = note not in _read_notes and age_s < time.monotonic() - since + _OBSTACLE_S
         if is_new and kind in _ERRORS:
             _read_notes.add(note)
-            self._is_hopeless = True
+            self.is_hopeless = True
             raise _ERRORS[kind](text)
 
     def give_up(self, text: str) -> None:
@@ -125,20 +129,21 @@ class StoreDirectory(StaticDirectory):
             self.announce("refused", text)
 
     def withdraw(self) -> None:
-        """Stop waiting if this world cannot become complete.
+        """Say that this worker will not join, if it is because this world cannot become complete.
 
-        If the store ends with this process, wait until the others have withdrawn, too, or have had time to: a rank that
-        finds no store would wait for rank 0 until its own deadline.
+        If the store ends with this process, give the others time to say the same: a rank that finds no store would wait for
+        rank 0 until its own deadline.
         """
-        if self._world_size is None or not self._is_hopeless:
+        if self._world_size is None or not self.is_hopeless:
             return
-        deadline = time.monotonic() + _TELL_S
-        with contextlib.suppress(MeetingPointLost):
-            self._store.withdraw()
-            while self._store.is_served_here and time.monotonic() < deadline:
-                if self._store.num_withdrawn() >= self._world_size:
-                    return
-                _interrupts.sleep(_LOOK_S)
+        began = time.monotonic()
+        with contextlib.suppress(GradwireError):  # the reason for all this must not be replaced by another
+            self._store.withdraw(self._rank)
+            for rank in range(self._world_size) if self._store.is_served_here else ():
+                while not self._store.has_withdrawn(rank) and time.monotonic() < began + _LONGEST_STAY_S:
+                    _interrupts.sleep(_LOOK_S)
+            if self._store.is_served_here:
+                _interrupts.sleep(max(0.0, began + _STAY_S - time.monotonic()))
 
     def check_store(self) -> None:
         """Raise `MeetingPointLost` if the store does not answer."""
@@ -466,6 +471,7 @@ class Meeting:
             met: list[bytes] = answer.wait()
             addresses = [decode_address(raw, self._agent.config.limits) for raw in met]
         except ConfigurationError:
+            self._directory.is_hopeless = self._rank != 0  # rank 0 has told all
             raise
         except GradwireError as error:  # what answered was not the rank 0 of this meeting
             self._problem = error

@@ -108,14 +108,14 @@ class GetNote(_Request, frozen=True):
 
 
 class Withdraw(_Request, frozen=True):
-    pass
+    rank: _Rank
 
 
-class CountWithdrawn(_Request, frozen=True):
-    pass
+class HasWithdrawn(_Request, frozen=True):
+    rank: _Rank
 
 
-Request = GetToken | Publish | Find | ListNames | Announce | GetNote | Withdraw | CountWithdrawn
+Request = GetToken | Publish | Find | ListNames | Announce | GetNote | Withdraw | HasWithdrawn
 
 _requests = msgspec.msgpack.Decoder(Request)
 _answers: dict[type[Request], msgspec.msgpack.Decoder[Any]] = {
@@ -126,7 +126,7 @@ _answers: dict[type[Request], msgspec.msgpack.Decoder[Any]] = {
     Announce: msgspec.msgpack.Decoder(None),
     GetNote: msgspec.msgpack.Decoder(tuple[Annotated[str, Meta(max_length=_MAX_NOTE)], float]),
     Withdraw: msgspec.msgpack.Decoder(None),
-    CountWithdrawn: msgspec.msgpack.Decoder(int),
+    HasWithdrawn: msgspec.msgpack.Decoder(bool),
 }
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -143,7 +143,7 @@ class Entries:
         self._num_bytes = 0
         self._note = ""
         self._noted_at = clock()
-        self._num_withdrawn = 0
+        self._withdrawn: set[int] = set()  # ranks
 
     def __repr__(self) -> str:
         return f"<Entries of {len(self._addresses)} workers, {self._num_bytes:,} bytes>"
@@ -176,9 +176,9 @@ class Entries:
         if isinstance(request, GetNote):
             return self._note, self._clock() - self._noted_at
         if isinstance(request, Withdraw):
-            self._num_withdrawn += 1
+            self._withdrawn.add(request.rank)
             return None
-        return self._num_withdrawn
+        return request.rank in self._withdrawn
 
     def _publish(self, raw: bytes, certified: frozenset[str] | None) -> None:
         info = decode_address(raw, _LIMITS).info
@@ -226,11 +226,11 @@ class _Store:
         text, age_s = self._ask(GetNote())
         return text, age_s
 
-    def withdraw(self) -> None:
-        self._ask(Withdraw())
+    def withdraw(self, rank: int) -> None:
+        self._ask(Withdraw(rank))
 
-    def num_withdrawn(self) -> int:
-        return int(self._ask(CountWithdrawn()))
+    def has_withdrawn(self, rank: int) -> bool:
+        return bool(self._ask(HasWithdrawn(rank)))
 
 
 class _Incoming:

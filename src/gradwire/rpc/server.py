@@ -609,19 +609,20 @@ def busyness(thread: int) -> Busyness:
     """Return how busy a thread of this process is; on a busy machine, one that computes may not run for a while."""
     task = Path(f"/proc/self/task/{thread}")
     try:
-        stat = (task / "stat").read_text()
+        stat = (task / "stat").read_bytes()
     except OSError:  # the thread has ended
         return Busyness(0, False)
     try:
-        schedstat = (task / "schedstat").read_text()
+        schedstat = (task / "schedstat").read_bytes()
     except OSError:
-        schedstat = ""
+        schedstat = b""
     return parse_busyness(stat, schedstat)
 
 
-def parse_busyness(stat: str, schedstat: str) -> Busyness:
+def parse_busyness(stat: bytes, schedstat: bytes) -> Busyness:
     """Read the files of those names; some kernels leave the second empty or full of zeros."""
-    state, *fields = stat.rpartition(")")[2].split()
-    ran_ns, waited_ns, num_times = map(int, schedstat.split() or (0, 0, 0))
-    ticks = (ran_ns + waited_ns) // 10_000_000 if num_times else int(fields[10]) + int(fields[11])
-    return Busyness(ticks, state == "R")
+    state, *fields = stat.rpartition(b")")[2].split()  # before that is the thread's name, which may be cut anywhere
+    counts = [int(count) for count in schedstat.split()]
+    has_counts = len(counts) == 3 and counts[2] > 0
+    ticks = (counts[0] + counts[1]) // 10_000_000 if has_counts else int(fields[10]) + int(fields[11])
+    return Busyness(ticks, state == b"R")

@@ -120,22 +120,24 @@ def worlds(tcp_meeting: str, tmp_path: Path) -> Iterator[list[StoreDirectory]]:
     """The directories of two ranks that meet at a store of rank 0."""
     make_keys(tmp_path, ["w0", "w1"])
     with contextlib.ExitStack() as stack:
-        points = [open_meeting_point(tcp_meeting, rank, 2, 5.0, keys_for(tmp_path, f"w{rank}")) for rank in range(2)]
-        for rank, point in enumerate(points):
+        made = []
+        for rank in range(2):
+            point = open_meeting_point(tcp_meeting, rank, 2, 5.0, keys_for(tmp_path, f"w{rank}"))
             stack.callback(point.store.leave, WorkerInfo(f"w{rank}", rank))
-        yield [StoreDirectory(point) for point in points]
+            made.append(StoreDirectory(point))
+        yield made
 
 
 def test_rank_0_stays_until_the_others_know_why_there_is_no_meeting(
     worlds: list[StoreDirectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_TELL_S", 60.0)
+    monkeypatch.setattr(rendezvous, "_LONGEST_STAY_S", 60.0)
     first, second = worlds
     second.withdraw()  # it has nothing to withdraw from
     first.announce("refused", "rank 0 cannot start")
     stays = threading.Thread(target=first.withdraw)
     stays.start()
-    wait_until(lambda: first._store.num_withdrawn() == 1, 20.0, "that rank 0 has withdrawn")
+    wait_until(lambda: first._store.has_withdrawn(0), 20.0, "that rank 0 has withdrawn")
     assert stays.is_alive()
     with pytest.raises(RendezvousFailed, match="rank 0 cannot start"):
         second.check_obstacle(time.monotonic())
@@ -147,7 +149,7 @@ def test_rank_0_stays_until_the_others_know_why_there_is_no_meeting(
 def test_rank_0_does_not_wait_for_ever_for_ranks_that_never_come(
     worlds: list[StoreDirectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rendezvous, "_TELL_S", 0.1)
+    monkeypatch.setattr(rendezvous, "_LONGEST_STAY_S", 0.1)
     worlds[0].announce("refused", "rank 0 cannot start")
     worlds[0].withdraw()
-    assert worlds[0]._store.num_withdrawn() == 1
+    assert [worlds[0]._store.has_withdrawn(rank) for rank in range(2)] == [True, False]

@@ -184,8 +184,11 @@ def test_equal_ranks_are_refused(make_puppets: Make, meeting: str) -> None:
     assert any("give every worker its own name" in text for text in texts), texts
 
 
-def test_all_who_wait_are_told_that_names_clash(make_puppets: Make, meeting: str) -> None:
-    puppets = make_puppets(4)
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_all_who_wait_are_told_that_names_clash(
+    make_puppets: Make, meeting: str, tcp_meeting: str, scheme: str
+) -> None:
+    puppets, meeting = make_puppets(4), meeting if scheme == "file" else tcp_meeting
     began = time.monotonic()
     for rank, (puppet, name) in enumerate(zip(puppets, ["a", "b", "c", "a"], strict=True)):
         puppet.start(init_source(rank, 4, meeting, name=name, init_timeout=60.0))

@@ -150,9 +150,20 @@ def test_processes_that_wait_learn_why_the_driver_gave_up() -> None:
     driver = DriverExchange(store, TOPIC, SharedSecret(b"s" * 32), "rank")
     process = Process(store, 1, SharedSecret(b"s" * 32))
     driver.wait_hellos([1], soon())
-    driver.give_up("rank 2 never arrived", 60.0)
+    driver.give_up("rank 2 never arrived", [1, 2], 60.0)
     assert any(key.endswith(".1.left") for key in store.values), "it knows when that returns: the store may go"
     assert str(process.end()) == "the driver aborted the start: rank 2 never arrived"
+
+
+def test_processes_that_the_driver_has_not_looked_for_learn_why_it_gave_up() -> None:
+    """It may fail for another reason before it waits for them."""
+    store = FakeStore()
+    driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
+    process = Process(store, 1, NoAuth())
+    wait_until(lambda: any(key.endswith(".1.hello") for key in store.values))
+    driver.give_up("no such interface", [1, 2], 60.0)
+    assert any(key.endswith(".1.left") for key in store.values)
+    assert str(process.end()) == "the driver aborted the start: no such interface"
 
 
 def test_a_driver_that_gives_up_does_not_wait_for_ever_for_a_process_that_is_gone() -> None:
@@ -161,7 +172,7 @@ def test_a_driver_that_gives_up_does_not_wait_for_ever_for_a_process_that_is_gon
     process = Process(store, 1, NoAuth(), deadline_s=0.2)
     driver.wait_hellos([1], soon())
     assert "did not make this process a worker in time" in str(process.end())
-    driver.give_up("over", 0.1)
+    driver.give_up("over", [1], 0.1)
     assert not any(key.endswith("left") for key in store.values)
 
 

@@ -9,11 +9,11 @@ from gradwire.errors import AuthenticationFailed, DecodeError, IdentityTaken, Li
 from gradwire.rpc import secure_store
 from gradwire.rpc.secure_store import (
     Announce,
-    CountWithdrawn,
     Entries,
     Find,
     GetNote,
     GetToken,
+    HasWithdrawn,
     ListNames,
     Publish,
     Withdraw,
@@ -113,9 +113,11 @@ def test_a_note_is_harmless_to_print_and_has_an_age() -> None:
     assert entries.handle(GetNote(), W2) == (r"a\x1b[2Jb", 2.5)
 
 
-def test_those_who_withdraw_are_counted() -> None:
+def test_who_has_withdrawn_is_known() -> None:
     entries = Entries()
-    assert [entries.handle(request, W1) for request in (CountWithdrawn(), Withdraw(), CountWithdrawn())] == [0, None, 1]
+    assert entries.handle(HasWithdrawn(1), W1) is False
+    entries.handle(Withdraw(1), W1)
+    assert [entries.handle(HasWithdrawn(rank), W2) for rank in range(3)] == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,7 @@ def test_those_who_withdraw_are_counted() -> None:
         msgspec.msgpack.encode(["Publish", b"x" * (33 << 10)]),
         msgspec.msgpack.encode(["Announce", "x" * 5000]),
         msgspec.msgpack.encode(["ListNames", 1 << 40]),
+        msgspec.msgpack.encode(["Withdraw", 1 << 16]),
         b"\x91" * 5000,
     ],
 )
