@@ -11,7 +11,7 @@ you choose what happens if one trainer steps while another is between its forwar
 
 Run it::
 
-    python examples/parameter_server.py --steps 60
+    python examples/parameter_server.py
 
 The program trains once in each mode and prints loss and speed. Then it shows what ``snapshot`` means: it steps while
 another context is open, and compares the gradient of that context with the one computed in one process.
@@ -67,7 +67,8 @@ def compute_loss(model: nn.Module, seed: int, size: int = BATCH_SIZE) -> torch.T
 
 
 def train(model: RemoteModule, trainer: int, num_steps: int) -> list[float]:
-    optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [model], lr=0.15, momentum=0.5)
+    # The others may step up to three times between a gradient and its step; at a rate of 0.15, training could diverge.
+    optimizer = gw.optim.DistributedOptimizer(torch.optim.SGD, [model], lr=0.1, momentum=0.5)
     losses = []
     for step in range(num_steps):
         with gw.autograd.context() as ctx:

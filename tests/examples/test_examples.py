@@ -74,7 +74,7 @@ LOGGED = re.compile(
     r"(gradwire: 2 workers on 1 host from torchrun, run id \S+; rank 0 of 3 is the driver\n)?"
     r"(worker worker\d is lost: killed by SIGKILL; it is being restarted, .*\n)*"
 )
-ARGUMENTS = {"demo.py": ["--epochs", "1"], "parameter_server.py": ["--steps", "60"]}
+ARGUMENTS = {"demo.py": ["--epochs", "1"]}
 LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
 ENVIRONMENTS = {
     "under_torchrun.py": {"OMP_NUM_THREADS": "1"},  # else torchrun logs that it has set it
