@@ -20,7 +20,7 @@ from gradwire.rref._messages import is_number, is_worker
 from gradwire.rref._ownership import ForkPhase
 from gradwire.rref.context import References
 from gradwire.rref.owner import FETCH, INVOKE, NOTE, TYPE_OF, Creates
-from gradwire.rref.values import Owned, UserFork, deleted, describe
+from gradwire.rref.values import Owned, UserFork, deleted, describe, lost_text
 from gradwire.types import WorkerInfo
 from gradwire.wire.serialization import register_plain_type
 
@@ -306,7 +306,7 @@ class RRef(Generic[T]):
         except WorkerLost as lost:
             if lost.worker != name or isinstance(lost, OwnerLost):
                 raise
-            raise OwnerLost(f"{self!r} is lost with its owner: {lost}", lost.worker, lost.last_seen) from lost
+            raise OwnerLost(lost_text(self._state.rref_id, name, lost), lost.worker, lost.last_seen) from lost
         except RRefError:
             self._state.check()  # raises the more precise reason if this worker knows it
             raise

@@ -32,7 +32,7 @@ from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rref._messages import Action, Break, Confirmed, Fail, Forget, Free, LocalAction, Worker
 from gradwire.rref._ownership import ReferenceProtocol
 from gradwire.rref.reliable import Batch
-from gradwire.rref.values import Owned, UserFork, deleted, describe
+from gradwire.rref.values import Owned, UserFork, deleted, describe, lost_text
 from gradwire.types import COUNTER_BITS, WorkerAddress, WorkerInfo, creator_of, first_counter
 
 _log = get_logger(__name__)
@@ -266,11 +266,8 @@ class References:
                 case Break(fork_id, reason):
                     fork = self._forks.get(fork_id)
                     if fork is not None:
-                        owner, name = fork.owner.name, describe(fork.rref_id)
-                        text = (
-                            f"reference {name} to a value of worker {owner} is lost: {reason}. Create the value again"
-                        )
-                        error = functools.partial(OwnerLost, text, owner)
+                        owner = fork.owner.name
+                        error = functools.partial(OwnerLost, lost_text(fork.rref_id, owner, reason), owner)
                         self._effects.defer(functools.partial(fork.end, error))
 
     def _free(self, owned: Owned) -> None:

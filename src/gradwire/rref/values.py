@@ -175,6 +175,11 @@ def describe(rref_id: int) -> str:
     return f"{creator_of(rref_id)}:{rref_id & MAX_COUNTER}"
 
 
+def lost_text(rref_id: int, owner: str, reason: object) -> str:
+    """Return the text of an `OwnerLost`."""
+    return f"reference {describe(rref_id)} to a value of worker {owner} is lost: {reason}. Create the value again"
+
+
 def deleted(rref_id: int) -> Callable[[], Exception]:
     """Return a factory for the error of a reference that this worker has deleted."""
     text = f"reference {describe(rref_id)} was deleted on this worker (by close or shutdown)"
