@@ -49,10 +49,8 @@ from gradwire.wire.messages import decode_address, encode_address
 _log = get_logger(__name__)
 _LOOK_S = 0.05
 _OBSTACLE_S = 2.0  # workers of one world start within such a time; a note that is older is an earlier run's
-_STAY_S = (
-    0.6  # how long a store stays that ends with this process: others look for an obstacle three times in this period
-)
-_LONGEST_STAY_S = _OBSTACLE_S + 1.0  # the same as long as ranks have not withdrawn
+_STAY_S = 0.6  # how long rank 0 keeps its store for the others, who look for an obstacle three times in this period
+_LONGEST_STAY_S = _OBSTACLE_S + 1.0  # the same while some of them have not withdrawn
 _read_notes: set[str] = set()  # notes about obstacles that this process knows: it may try again with another name
 
 Obstacle = Literal["duplicate", "refused"]
