@@ -26,6 +26,7 @@ from gradwire.errors import (
     AuthenticationFailed,
     CallCancelled,
     ConnectionClosed,
+    ConnectionLost,
     DecodeError,
     IdentityTaken,
     LimitExceeded,
@@ -243,6 +244,7 @@ class Connection:
         if isinstance(frame.message, Goodbye):  # the caller gave up, because of a deadline for example
             self.reader.end(ConnectionClosed(frame.message.reason))
             return
+        self.reader.allow_take_over()
         deadline = time.monotonic() + 1.0
         try:
             answer = handshake.on_message(frame.message, self.stream.channel.certified_names())
@@ -282,6 +284,8 @@ class Connection:
         if call is None:
             self.unpacking.discard(message.call_id)
             return  # cancelled or timed out here; the answer is late
+        if self.reader is not None:
+            self.reader.allow_take_over()
         agent, value, error = self.agent, None, None
         if call.future is not None:
             agent.client.completing.add(call)
@@ -337,6 +341,7 @@ class Connection:
             raise DecodeError(f"a {type(message).__name__} message is not allowed after the handshake")
         call_id, requests = message.call_id, self.requests
         if call_id == NOTICE_ID:
+            self.reader.allow_take_over()
             self.agent.notices.received(self.info, frame)
             return
         if call_id in requests:
@@ -346,6 +351,8 @@ class Connection:
         requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline, now)
         if call_id > self.last_call_id:
             self.last_call_id = call_id
+        if self.reader is not None:
+            self.reader.allow_take_over()
         if self.cancelled and call_id in self.cancelled:  # its cancellation arrived first: the lanes race
             requests.pop(call_id, None)  # the connection may be ending
         elif frame.shortage:
@@ -469,6 +476,11 @@ class Connection:
             self.stream.close()
             self._drop_requests()
             self.fail_calls(f"{self.info.name} has shut down")
+
+    def end_when_read(self, error: ConnectionLost) -> None:
+        """Close it after the replies and the goodbye have been read that the peer sent before it closed the connection."""
+        self.reader.end_when_read(error)
+        self.end(error)
 
     def fail_calls(self, reason: str) -> None:
         for call in list(self.calls.values()):

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from gradwire import _interrupts
-from gradwire.errors import ConnectionClosed, DecodeError, TransportError
+from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError, TransportError
 from gradwire.observe.log import get_logger
 from gradwire.rpc.reactor import Reactor, busy
 from gradwire.transports.stream import StreamConnection
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _LOOK_S = 0.2  # how often a waiting thread checks whether another thread has completed the call
+_REST_S = 1.0  # until everything is read that a peer sent before it closed the connection
+_REST_LOOK_S = 0.002
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 
 # When threads busy-poll: see `_Poller.wait`.
@@ -104,7 +106,7 @@ class Reader:
     """Reads one connection, in a waiting caller or in a thread of `reactor`.
 
     Args:
-        on_frame: Handles a frame; may run user code.
+        on_frame: Handles a frame; may run user code after `allow_take_over`.
         on_end: Called once when the connection ends, with the reason.
         wants_reading: Whether data is expected; otherwise the connection is only watched for its end. None: always.
 
@@ -137,6 +139,7 @@ class Reader:
         self._armed = False
         self._is_watched = False  # for its end at least; not since the last event
         self.has_ended = False
+        self._is_end_told = False  # `on_end` has returned
         self._busy_since = 0.0
         self.will_flush = False
         self.must_flush = False
@@ -161,6 +164,7 @@ class Reader:
             if self._held or self.has_ended:
                 return  # the holder arms it again
             self._held = True
+            self._busy_since = 0.0
             self._epoch += 1
             epoch = self._epoch
         inbox, num_read, lock = self.inbox, 0, self._lock
@@ -170,10 +174,6 @@ class Reader:
             while True:
                 self.will_flush = True
                 while inbox:
-                    if (
-                        type(inbox[0].message) is not Goodbye
-                    ):  # which must not be overtaken by the end of the connection
-                        self._busy_since = time.monotonic()  # from now on the clock may take over
                     self.on_frame(inbox.popleft())  # no name here: it would keep the tensors of a call
                     with lock:  # against the clock, which decides by these two whether to take over
                         if self._epoch != epoch:
@@ -182,7 +182,10 @@ class Reader:
                 self.will_flush = False
                 if self.must_flush:
                     self.must_flush = False
-                    self.stream.flush()
+                    try:
+                        self.stream.flush()
+                    except ConnectionLost as error:  # what the peer sent before that is read first, here
+                        self.reactor.run_soon(functools.partial(self.end_when_read, error))
                 frames = self._next_frames(num_read)
                 if frames is None:
                     break
@@ -203,6 +206,15 @@ class Reader:
             if self._epoch == epoch:
                 busy.discard(self)
         self._give_up(epoch)
+
+    def allow_take_over(self) -> None:
+        """Let the clock pass the connection on from now on, if the calling thread holds it.
+
+        Called by `on_frame` when the frame is recorded and handling it may take long. Until then the next frames, and the
+        end of the connection, must not overtake it.
+        """
+        if (self, self._epoch) in current.holds:
+            self._busy_since = time.monotonic()
 
     def _enter(self) -> None:
         """Let the clock watch this connection while its holder runs a request."""
@@ -278,6 +290,8 @@ class Reader:
     def _flush(self) -> None:
         try:
             self.stream.flush()
+        except ConnectionLost as error:
+            self.end_when_read(error)
         except (TransportError, TimeoutError) as error:
             self.end(error)
 
@@ -340,6 +354,18 @@ class Reader:
         except TransportError as error:
             self.end(error)
 
+    def end_when_read(self, error: ConnectionLost) -> None:
+        """End a connection that could not be written to, once everything that the peer sent has been read.
+
+        A peer that has closed it may have sent replies before, and why it leaves.
+        """
+        release_hold()
+        self.ensure_watched()
+        deadline = time.monotonic() + _REST_S
+        while not self._is_end_told and time.monotonic() < deadline:
+            _interrupts.sleep(_REST_LOOK_S)
+        self.end(error)
+
     def end(self, error: Exception) -> None:
         """Stop reading and close the connection. Idempotent."""
         with self._lock:
@@ -356,7 +382,10 @@ class Reader:
                 answer = Refused(reason) if is_in_handshake else Goodbye(reason)
                 self.stream.send(answer, deadline=time.monotonic() + 0.2)
         self.stream.close()
-        self._on_end(error)
+        try:
+            self._on_end(error)
+        finally:
+            self._is_end_told = True
 
 
 @_interrupts.interruptible

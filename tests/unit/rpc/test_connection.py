@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import MakeAgents
-from gradwire.errors import ConnectionClosed, RpcTimeout
+from gradwire.errors import ConnectionClosed, ConnectionLost, RpcTimeout, WorkerLost
 from gradwire.rpc import connection as incoming
 from gradwire.rpc.connection import Connection
 from gradwire.rpc.reader import Reader
@@ -71,6 +71,29 @@ def test_a_reply_that_is_cut_off_ends_its_connection_at_once(
     wait_until(lambda: there.stream.is_closed and there not in b.server.incoming, 10.0, "that it has ended")
     assert there.reader.has_ended
     lane.reader._held = False
+
+
+def test_a_call_to_a_worker_that_has_left_loses_no_answer(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It cannot be sent. The answer to an earlier call, and that the worker said goodbye, are still to be read."""
+    a, b = make_agents(2)
+    lane, there = ends_of(a, b)
+    end_when_read = lane.reader.end_when_read
+
+    def go_on_reading(error: ConnectionLost) -> None:
+        lane.reader._give_up(lane.reader._epoch)
+        end_when_read(error)
+
+    monkeypatch.setattr(lane.reader, "end_when_read", go_on_reading)
+    stand_still(lane.reader)
+    earlier = a.submit("b", operator.add, (1, 2))
+    wait_until(lambda: b.server.num_served == 2 and b.is_quiet, 10.0, "that the answer was sent")
+    there.say_goodbye("shutdown")
+    there.end(ConnectionClosed("shutdown"))
+    with pytest.raises(WorkerLost, match="it has shut down"):
+        a.call("b", operator.add, (1, 2), timeout_s=5.0)
+    assert earlier.wait() == 3
 
 
 def test_a_lane_that_ends_before_it_is_listed_is_not_listed(

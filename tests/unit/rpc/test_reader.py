@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 
 from gradwire.errors import ConnectionClosed, ConnectionLost, DecodeError
+from gradwire.rpc import reader as reader_module
 from gradwire.rpc.reactor import Reactor
 from gradwire.rpc.reader import Reader, Until, current, release_hold, serve_together
 from gradwire.testing import wait_until
 from gradwire.testing.transports import ANYTHING, call_ids, send_call, write_raw
 from gradwire.transports.stream import Channel, StreamConnection, StreamOptions
 from gradwire.wire.framing import Frame
+from gradwire.wire.messages import Goodbye
 
 
 class Setting:
@@ -33,12 +35,15 @@ class Setting:
         self.seen: list[tuple[int, str]] = []  # which frame, and in which thread
         self.ends: list[Exception] = []
         self.is_wanted = True
+        self.unrecorded: set[int] = set()  # frames that nothing may overtake
         self.on_frame: Callable[[int], object] = lambda number: None
         self.reader = Reader(self.here, reactor, self._on_frame, self.ends.append, lambda: self.is_wanted)
 
     def _on_frame(self, frame: Frame) -> None:
         (number,) = call_ids([frame])
         self.seen.append((number, threading.current_thread().name))
+        if number not in self.unrecorded:
+            self.reader.allow_take_over()
         self.on_frame(number)
 
     def send(self, *numbers: int) -> None:
@@ -93,6 +98,92 @@ def test_when_user_code_blocks_others_read_on(setting: Setting) -> None:
     setting.send(5)
     setting.wait_seen(5)
     assert sorted(setting.numbers) == [0, 1, 2, 3, 4, 5]
+
+
+def test_nothing_overtakes_a_frame_before_it_is_recorded(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that has taken an answer may lose the interpreter before it knows whose answer it is."""
+    looks: list[bool] = []
+    seen_meanwhile: list[Any] = []
+    look = Reader.take_over_if_stuck
+
+    def take_over_if_stuck(reader: Reader, before: float) -> bool:
+        looks.append(look(reader, before))
+        return looks[-1]
+
+    def stay(number: int) -> None:
+        if number == 0:
+            wait_until(lambda: len(looks) > 5, 10, "that the clock has looked")
+            seen_meanwhile.append((setting.numbers, list(setting.ends)))
+
+    monkeypatch.setattr(Reader, "take_over_if_stuck", take_over_if_stuck)
+    setting.unrecorded, setting.on_frame = {0}, stay
+    setting.send(0, 1)
+    setting.there.close()
+    setting.reader.start()
+    wait_until(lambda: setting.ends and seen_meanwhile, 10, "the end is told")
+    assert seen_meanwhile == [([0], [])]
+    assert setting.numbers == [0, 1]
+    assert [type(error) for error in setting.ends] == [ConnectionLost]
+
+
+def test_what_is_unread_when_a_reply_cannot_be_sent_is_read(setting: Setting) -> None:
+    """The last frames of a peer say why it leaves; a reply that was held back for it is too late."""
+
+    def hold_back(number: int) -> None:
+        if number == 0:
+            setting.here.send(Goodbye("held back"), hold_back=True)
+            setting.reader.must_flush = True
+            setting.send(1)
+            setting.there.close()
+
+    setting.on_frame = hold_back
+    setting.reader.start()
+    setting.send(0)
+    wait_until(lambda: setting.ends, 10, "the end is told")
+    assert setting.numbers == [0, 1]
+    assert [type(error) for error in setting.ends] == [ConnectionLost]
+
+
+def test_a_reply_that_cannot_be_sent_does_not_overtake_what_is_unread(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that held a reply back is stuck, so that another one sends it and a third one reads on."""
+    flush, has_failed, was_open = setting.here.flush, threading.Event(), []
+
+    def flush_and_tell(deadline: float | None = None) -> None:
+        try:
+            flush(deadline)
+        except ConnectionLost:
+            has_failed.set()
+            raise
+
+    def handle(number: int) -> None:
+        if number == 0:
+            setting.here.send(Goodbye("held back"), hold_back=True)
+            setting.reader.must_flush = True
+        assert has_failed.wait(10)
+        if number == 1:
+            with pytest.raises(TimeoutError):
+                wait_until(lambda: setting.reader.has_ended, 0.2)
+            was_open.append(True)
+
+    monkeypatch.setattr(setting.here, "flush", flush_and_tell)
+    setting.on_frame, setting.unrecorded = handle, {1}
+    setting.send(0, 1)
+    setting.there.close()
+    setting.reader.start()
+    wait_until(lambda: setting.ends, 10, "the end is told")
+    assert was_open == [True]
+    assert setting.numbers == [0, 1]
+
+
+def test_a_connection_that_cannot_be_written_to_ends_although_nothing_is_to_be_read(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader_module, "_REST_S", 0.05)
+    setting.reader.start()
+    setting.reader.end_when_read(ConnectionLost("no buffer space"))
+    assert [str(error) for error in setting.ends] == ["no buffer space"]
 
 
 def test_the_clock_takes_nothing_from_a_holder_that_went_on(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
