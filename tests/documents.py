@@ -1,20 +1,27 @@
 """Programs in the documents, and what these say that they do.
 
-A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. What
-follows it is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb`` with the
-traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. With ``output
-about``, numbers may differ by a tenth. A file that is followed by none of these is not run here.
+A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. One that
+is marked ``python ranks=3`` is run by ``gradwire run -n 3``, one marked ``python name.py`` is a module of the next program.
+
+What follows a program is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb``
+with the traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. With
+``output about``, numbers may differ by a tenth; with ``output unordered``, lines may be in any order. A file that is
+followed by none of these is not run here.
 """
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OTHER_BLOCK = re.compile(r"^ *```(?:text|console|)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 PRINTS_NOTES = sys.version_info >= (3, 11)  # where to read about an error is a note of the exception
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -25,8 +32,13 @@ class Shown(NamedTuple):
     name: str
     """Of its file; empty if its text is in the document."""
     text: str
+    num_ranks: int = 0
+    """How many processes run it; 0 if it is not started by a launcher."""
+    modules: tuple[tuple[str, str], ...] = ()
+    """Names and texts of the files that it imports."""
     output: str | None = None
     is_about: bool = False
+    is_unordered: bool = False
     traceback: str | None = None
 
 
@@ -34,11 +46,15 @@ def shown_in(document: str) -> list[Shown]:
     """The programs of a document that are to be run, in order."""
     path = ROOT / document
     found: list[Shown] = []
+    modules: list[tuple[str, str]] = []
     for kind, name, text in BLOCK.findall(path.read_text()):
-        if kind == "python":
-            found.append(Shown("", text))
+        if kind == "python" and name.endswith(".py"):
+            modules.append((name, text))
+        elif kind == "python":
+            found.append(Shown("", text, int(name.removeprefix("ranks=") or 0), tuple(modules)))
+            modules = []
         elif kind == "output":
-            found[-1] = found[-1]._replace(output=text, is_about=name == "about")
+            found[-1] = found[-1]._replace(output=text, is_about=name == "about", is_unordered=name == "unordered")
         elif kind == "pytb":
             found[-1] = found[-1]._replace(
                 traceback=text if PRINTS_NOTES else re.sub(r"^See https.*\n", "", text, flags=re.M)
@@ -48,6 +64,17 @@ def shown_in(document: str) -> list[Shown]:
     return [item for item in found if not item.name or item.output or item.traceback]
 
 
+def python_in_other_blocks(document: str) -> list[str]:
+    """Blocks that are not marked as programs although they are code in Python, so that nothing runs them."""
+    code = (ast.Import, ast.ImportFrom, ast.With, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.For)
+    found = []
+    for text in OTHER_BLOCK.findall((ROOT / document).read_text()):
+        with contextlib.suppress(SyntaxError):
+            if any(isinstance(node, code) for node in ast.walk(ast.parse(textwrap.dedent(text)))):
+                found.append(text)
+    return found
+
+
 def text_shown_in(document: str, word: str) -> str:
     """The block marked ``text`` that has this word in it, as one line."""
     blocks = re.findall(r"^```text\n(.*?)^```$", (ROOT / document).read_text(), re.DOTALL | re.MULTILINE)
@@ -55,8 +82,10 @@ def text_shown_in(document: str, word: str) -> str:
     return " ".join(found.split())
 
 
-def is_as_shown(shown: str, printed: str, is_about: bool = False) -> bool:
+def is_as_shown(shown: str, printed: str, is_about: bool = False, is_unordered: bool = False) -> bool:
     """Whether a program printed what a document shows, in which ``...`` stands for any text."""
+    if is_unordered:
+        shown, printed = ("\n".join(sorted(text.splitlines())) for text in (shown, printed))
     if is_about:
         numbers = zip(*(map(float, NUMBER.findall(text)) for text in (shown, printed)), strict=False)
         if not all(abs(one - other) <= 0.1 * one for one, other in numbers):

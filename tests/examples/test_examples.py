@@ -16,7 +16,7 @@ import re
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ import pytest
 
 import quick_python
 from cluster.ray_nodes import nodes_of_a_program
-from documents import is_as_shown, shown_in
+from documents import Shown, is_as_shown, python_in_other_blocks, shown_in
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -71,7 +71,8 @@ VARIES = {  # besides numbers: parts of lines that are different in every run
     "survives_kills.py": r"\w+(?= at step)",
 }
 LOGGED = re.compile(
-    r"(gradwire: 2 workers on 1 host from torchrun, run id \S+; rank 0 of 3 is the driver\n)?"
+    r"((\[rank0\] )?gradwire: \d workers on 1 host from (torchrun|gradwire run), run id \S+; rank 0 of \d is the driver\n)?"
+    r"(\[rank\d\] \S+/torch/\S+ \w+Warning: .*\n\[rank\d\]   .*\n)*"  # of torch.distributed.rpc and .optim
     r"(worker worker\d is lost: killed by SIGKILL; it is being restarted, .*\n)*"
 )
 ARGUMENTS = {"demo.py": ["--epochs", "1"]}
@@ -94,20 +95,24 @@ class Ran(NamedTuple):
     err: str
 
 
-DOCUMENTS = sorted(
-    document
-    for document in (str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *ROOT.glob("docs/**/*.md")))
-    if shown_in(document)
-)
+PAGES = sorted(path for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")) if "_build" not in path.parts)
+DOCUMENTS = [document for document in (str(path.relative_to(ROOT)) for path in PAGES) if shown_in(document)]
 
 
 Outcomes = dict[str, Future[dict[str, list[Ran]]]]
 
 
-def run(program: Path, folder: Path, *arguments: str, timeout_s: float = DEADLINE_S, **environment: str) -> Ran:
+def run(
+    program: Path,
+    folder: Path,
+    *arguments: str,
+    launcher: Sequence[str] = (),
+    timeout_s: float = DEADLINE_S,
+    **environment: str,
+) -> Ran:
     """Run a program in a process of its own, and in a folder of its own: it must not depend on where it is started."""
     with quick_python.Popen(
-        [sys.executable, *LAUNCHERS.get(program.name, []), str(program), *arguments],
+        [sys.executable, *launcher, str(program), *arguments],
         env={
             **os.environ,
             "PYTHONPATH": PYTHONPATH,  # without an installed package, too
@@ -145,7 +150,8 @@ def _result(program: Path, result: Path, runner: Ran) -> Ran:
 
 
 def run_example(name: str, folder: Path) -> dict[str, list[Ran]]:
-    ran = run(EXAMPLES / name, folder, *ARGUMENTS.get(name, []), **ENVIRONMENTS.get(name, {}))
+    arguments, launcher = ARGUMENTS.get(name, []), LAUNCHERS.get(name, [])
+    ran = run(EXAMPLES / name, folder, *arguments, launcher=launcher, **ENVIRONMENTS.get(name, {}))
     return {name: [_without_files(ran, folder)]}
 
 
@@ -165,18 +171,32 @@ def _without_files(ran: Ran, folder: Path) -> Ran:
 
 def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
     """In order, and those of a document in one folder, because the second may use what the first has written."""
-    programs: dict[str, list[Path]] = {document: [] for document in documents}
+    programs: dict[str, list[tuple[Path, Shown]]] = {document: [] for document in documents}
     for document, found in programs.items():
         place = folder / document
         place.mkdir(parents=True)
         for number, shown in enumerate(shown_in(document)):
-            found.append(place / (shown.name or f"program{number}.py"))
-            found[-1].write_text(shown.text)
+            found.append((place / (shown.name or f"program{number}.py"), shown))
+            for name, text in ((found[-1][0].name, shown.text), *shown.modules):
+                (place / name).write_text(text)
     jobs: list[tuple[Path, Path, list[str]]] = [
-        (program, program.parent, []) for found in programs.values() for program in found
+        (program, program.parent, []) for found in programs.values() for program, shown in found if _may_share(shown)
     ]
-    ran = iter(run_together(jobs, folder, are_ranks=True))
-    return {document: [next(ran) for _ in found] for document, found in programs.items()}
+    ran = iter(run_together(jobs, folder, are_ranks=True) if jobs else [])
+    return {
+        document: [next(ran) if _may_share(shown) else run_alone(program, shown.num_ranks) for program, shown in found]
+        for document, found in programs.items()
+    }
+
+
+def _may_share(shown: Shown) -> bool:
+    """Whether a program may run in an interpreter with others: what its modules change there would stay."""
+    return not (shown.num_ranks or shown.modules)
+
+
+def run_alone(program: Path, num_ranks: int) -> Ran:
+    launcher = ["-m", "gradwire", "run", "-n", str(num_ranks)] if num_ranks else []
+    return run(program, program.parent, launcher=launcher)
 
 
 def run_notebook(name: str, folder: Path) -> dict[str, list[Ran]]:
@@ -298,7 +318,13 @@ def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
             assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
         if shown.output is not None:
             # blank lines at the end are not seen on a page
-            assert is_as_shown(shown.output.rstrip("\n"), ran.out.rstrip("\n"), shown.is_about), what
+            expected, printed = shown.output.rstrip("\n"), ran.out.rstrip("\n")
+            assert is_as_shown(expected, printed, shown.is_about, shown.is_unordered), what
+
+
+@pytest.mark.parametrize("document", [str(path.relative_to(ROOT)) for path in PAGES])
+def test_code_in_documents_is_run(document: str) -> None:
+    assert python_in_other_blocks(document) == []
 
 
 @pytest.mark.slow
