@@ -37,6 +37,7 @@ _log = get_logger(__name__)
 _LOOK_S = 0.2  # how often a waiting thread checks whether another thread has completed the call
 _REST_S = 1.0  # until everything is read that a peer sent before it closed the connection
 _REST_LOOK_S = 0.002
+_TELL_S = 0.1  # until another thread has told of the end; it may run callbacks that wait for the calling thread
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 
 # When threads busy-poll: see `_Poller.wait`.
@@ -139,6 +140,7 @@ class Reader:
         self._armed = False
         self._is_watched = False  # for its end at least; not since the last event
         self.has_ended = False
+        self._will_end = False  # a thread waits for the rest to be read
         self._is_end_told = False  # `on_end` has returned
         self._busy_since = 0.0
         self.will_flush = False
@@ -185,7 +187,9 @@ class Reader:
                     try:
                         self.stream.flush()
                     except ConnectionLost as error:  # what the peer sent before that is read first, here
-                        self.reactor.run_soon(functools.partial(self.end_when_read, error))
+                        if not self._will_end:
+                            self._will_end = True
+                            self.reactor.run_soon(functools.partial(self.end_when_read, error))
                 frames = self._next_frames(num_read)
                 if frames is None:
                     break
@@ -213,8 +217,16 @@ class Reader:
         Called by `on_frame` when the frame is recorded and handling it may take long. Until then the next frames, and the
         end of the connection, must not overtake it.
         """
-        if (self, self._epoch) in current.holds:
-            self._busy_since = time.monotonic()
+        with self._lock:
+            if (self, self._epoch) in current.holds:
+                self._busy_since = time.monotonic()
+
+    def _begin(self, epoch: int, now: float) -> None:
+        """Do the same for one of several connections that a thread holds, unless it has been passed on."""
+        with self._lock:
+            if self._epoch == epoch:
+                self._busy_since = now
+                self._enter()
 
     def _enter(self) -> None:
         """Let the clock watch this connection while its holder runs a request."""
@@ -362,9 +374,12 @@ class Reader:
         release_hold()
         self.ensure_watched()
         deadline = time.monotonic() + _REST_S
-        while not self._is_end_told and time.monotonic() < deadline:
-            _interrupts.sleep(_REST_LOOK_S)
+        while not self.has_ended and time.monotonic() < deadline:
+            time.sleep(_REST_LOOK_S)  # not interrupted: the message is neither sent nor refused yet
         self.end(error)
+        deadline = time.monotonic() + _TELL_S
+        while not self._is_end_told and time.monotonic() < deadline:
+            time.sleep(_REST_LOOK_S)
 
     def end(self, error: Exception) -> None:
         """Stop reading and close the connection. Idempotent."""
@@ -427,9 +442,8 @@ def serve_together(
             reader.reactor.run_soon(functools.partial(reader._handle_elsewhere, frame))
             return
         now = time.monotonic()
-        for held, _ in holds:  # the clock passes all of them on if it takes long
-            held._busy_since = now
-            held._enter()
+        for held, epoch in holds:  # the clock passes all of them on if it takes long
+            held._begin(epoch, now)
         try:
             # As in a thread independent of this one.
             contextvars.Context().run(reader.on_frame, frame)

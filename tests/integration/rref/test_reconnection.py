@@ -191,7 +191,9 @@ def test_resets_in_the_middle_of_everything_leave_nothing(make_agents: MakeAgent
     wait_nothing_left(*agents)
 
 
-SETUP = "from gradwire.rpc import RRef\nfrom rref import tasks\nfrom rref.test_reconnection import reset_connections"
+SETUP = (
+    "from gradwire.rpc import RRef\nfrom rref import tasks\nfrom rref.test_reconnection import Ends, reset_connections"
+)
 TRAIN = """
 from gradwire.nn import RemoteModule
 from gradwire import autograd
@@ -216,8 +218,8 @@ def test_modules_and_optimizers_work_after_a_reset(workers: Callable[..., list[P
         puppet.do(TRAIN)
     assert first.do("train('w1')") == [[0.5, 0.5]]
     first.do("held = rpc.remote('w1', tasks.make, args=(1.0,)); held._get_future().wait()")
-    first.do("agent = rpc.current_agent(); reset_connections(agent)")
-    first.do("from gradwire.testing import wait_until; wait_until(lambda: agent.has_ended('w1'), 10.0)")
+    first.do("agent = rpc.current_agent(); ends = Ends(agent); reset_connections(agent)")
+    first.do("ends.wait(('w0', 'w1'))")  # they may be connected again by now
     for puppet, other in ((first, "w1"), (second, "w0")):
         assert puppet.do(f"train({other!r})") == [[0.5, 0.5]]
     with pytest.raises(PuppetError) as caught:
