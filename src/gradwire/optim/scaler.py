@@ -31,7 +31,7 @@ class GradScaler:
 
         scaler = GradScaler()
         with autograd.context() as ctx:
-            ctx.backward(scaler.scale(loss))
+            ctx.backward(scaler.scale(compute_loss()))
             scaler.step(optimizer, ctx)
             scaler.update()
 
