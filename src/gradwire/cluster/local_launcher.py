@@ -289,8 +289,12 @@ class LocalLauncher(Launcher):
 
 def _are_settled(workers: Sequence[LocalWorker]) -> bool:
     """Whether there is nothing to wait for: all are ready, or one has failed."""
-    states = {worker.handle.state for worker in workers}
-    return states <= {WorkerState.RUNNING} or any(state.is_over for state in states)
+    return all(map(_is_ready, workers)) or any(worker.handle.state.is_over for worker in workers)
+
+
+def _is_ready(worker: LocalWorker) -> bool:
+    # It may say that it listens before the fork server says which process it is.
+    return worker.handle.state is WorkerState.RUNNING and worker.handle.pid is not None
 
 
 def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> None:
@@ -298,7 +302,7 @@ def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> N
         if worker.handle.state.is_over:
             name, reason = worker.handle.info.name, worker.handle.exit_reason
             raise WorkerStartFailed(f"{name} exited before it was ready ({reason}). {_printed(worker)}")
-    late = [worker for worker in workers if worker.handle.state is WorkerState.STARTING]
+    late = [worker for worker in workers if not _is_ready(worker)]
     if late:
         names = ", ".join(worker.handle.info.name for worker in late)
         raise WorkerStartFailed(f"not ready after {timeout_s:g} s: {names}; raise start_timeout_s. {_printed(late[0])}")

@@ -14,6 +14,7 @@ import gradwire
 import quick_python
 from cli.commands import Running, run_command, run_fresh_command, write_program
 from cluster.processes import children_of
+from documents import shown_in
 
 PRINTS = """
     import os, sys
@@ -57,10 +58,10 @@ def test_a_module_is_found_as_python_finds_it(tmp_path: Path) -> None:
 
 def test_init_rpc_meets_in_every_rank(tmp_path: Path) -> None:
     """The program of the documentation, with the output that is shown there."""
-    page = (Path(__file__).parents[3] / "docs" / "guides" / "command-line.md").read_text()
-    program, output = re.findall(r"^```text\n(import os\n.*?|\$ gradwire run -n 2 ring.py\n.*?)^```", page, re.M | re.S)
-    done = run_fresh_command("run", "-n", "2", write_program(tmp_path, program))
-    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, sorted(output.splitlines()[1:])), done.stderr
+    (shown,) = shown_in("docs/guides/command-line.md")
+    assert shown.output is not None
+    done = run_fresh_command("run", "-n", str(shown.num_ranks), write_program(tmp_path, shown.text))
+    assert (done.returncode, sorted(done.stdout.splitlines())) == (0, sorted(shown.output.splitlines())), done.stderr
 
 
 @pytest.mark.skipif(not hasattr(gradwire.Cluster, "from_env"), reason="this version has no Cluster.from_env")

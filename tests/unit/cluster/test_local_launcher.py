@@ -1,14 +1,16 @@
-"""Wrong options are refused before anything is started."""
+"""Wrong options are refused before anything is started; a start ends when all is known."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
 
 import gradwire.cluster.api
-from gradwire.cluster.local_launcher import LocalOptions
-from gradwire.errors import ConfigurationError
+from gradwire.cluster._supervisor import LocalWorker
+from gradwire.cluster.local_launcher import LocalOptions, _are_settled, _raise_if_not_running
+from gradwire.errors import ConfigurationError, WorkerStartFailed
 from gradwire.types import WorkerInfo
 
 
@@ -55,6 +57,20 @@ def test_every_cluster_has_its_own_secret_and_does_not_show_it() -> None:
     assert len(first.token) == 32
     assert repr(first.token) not in repr(first)
     assert "token" not in repr(first.worker_config())
+
+
+def test_a_worker_is_ready_when_it_listens_and_its_process_is_known() -> None:
+    """Two processes say so, in any order."""
+    worker = LocalWorker(WorkerInfo("w", 0), lambda handle: None)
+    with contextlib.closing(worker), worker._their_lifeline:
+        assert not _are_settled([worker])
+        worker.handle.on_listening()
+        assert not _are_settled([worker])
+        with pytest.raises(WorkerStartFailed, match="not ready after 1 s: w"):
+            _raise_if_not_running([worker], 1.0)
+        worker.handle.on_process_made(4711)
+        assert _are_settled([worker])
+        _raise_if_not_running([worker], 1.0)
 
 
 def test_other_platforms_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
