@@ -56,6 +56,7 @@ class OutputCapture:
         self._early: list[tuple[Stream, bytes]] = []  # printed without a driver; used by the thread, but for `kept`
         self._lock = threading.Lock()  # guards _is_closed, and the change of _agent to one
         self._is_closed = False
+        self._reading = threading.Lock()  # held while output is neither in its pipe nor in _early
         self._before = {stream: os.dup(fd) for stream, fd in _STREAMS.items()}
         self._pipes: dict[int, Stream] = {}
         self._wakeup, self._waker = os.pipe2(os.O_CLOEXEC)
@@ -93,7 +94,8 @@ class OutputCapture:
         deadline = time.monotonic() + 1.0
         while any(_has_bytes(fd) for fd in self._pipes) and time.monotonic() < deadline:
             time.sleep(0.005)
-        return b"".join(data for _, data in list(self._early)).decode(errors="replace")
+        with self._reading:
+            return b"".join(data for _, data in list(self._early)).decode(errors="replace")
 
     def close(self, timeout_s: float) -> None:
         """Restore the output and send the rest; what cannot be sent in time goes to the original destination."""
@@ -127,20 +129,18 @@ class OutputCapture:
                 is_stopping = _STOP in os.read(self._wakeup, 16)
                 self._send_early()
             for fd in [fd for fd in ready if fd in open_pipes]:
-                data = _read(fd)
-                if data:
-                    self._pass_on(open_pipes[fd], data)
+                with self._reading:
+                    data, is_early = _read(fd), self._agent is None
+                    if data and is_early:
+                        self._keep(open_pipes[fd], data)
+                if data and is_early:
+                    self._write(open_pipes[fd], data)
+                elif data:
+                    self._send_early()
+                    self._send(open_pipes[fd], data)
                 elif data is not None:
                     poll.unregister(fd)
                     del open_pipes[fd]
-
-    def _pass_on(self, stream: Stream, data: bytes) -> None:
-        if self._agent is None:
-            self._keep(stream, data)
-            self._write(stream, data)
-        else:
-            self._send_early()
-            self._send(stream, data)
 
     def _keep(self, stream: Stream, data: bytes) -> None:
         self._early.append((stream, data))
