@@ -404,7 +404,7 @@ def give_slots_back() -> None:
     """A slot of a large tensor that was not sent in time is used again when the device is done with it."""
     device.check_stand_in()
     size = 64 * KIB
-    with local_agents(2) as (a, _), device.asynchronous(0.04):
+    with local_agents(2) as (a, _), device.asynchronous(0.3):
         for number in range(3):
             assert a.call("b", _sum, (torch.full((size,), float(number), device=ZERO),)) == number * size
         arena = a.peers.peer("b").lane("calls", time.monotonic() + 5.0).stream.arena

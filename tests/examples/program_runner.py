@@ -6,17 +6,19 @@ of their time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import runpy
-import socket
 import sys
 import traceback
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+
+from gradwire.cluster.rank_processes import reserve_port
 
 NUM_THREADS, RANDOM_STATE = torch.get_num_threads(), torch.get_rng_state()
 
@@ -40,12 +42,12 @@ def run(job: Job) -> int:
     torch.set_rng_state(RANDOM_STATE)
     environment, logger = dict(os.environ), logging.getLogger("gradwire")
     logging_state = logger.level, logger.propagate, list(logger.handlers)
-    if job.is_rank:
-        with socket.create_server(("127.0.0.1", 0)) as probe:
-            port = str(probe.getsockname()[1])
-        os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     try:
-        runpy.run_path(job.program, run_name="__main__")
+        with contextlib.ExitStack() as stack:
+            if job.is_rank:
+                port = stack.enter_context(reserve_port())
+                os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            runpy.run_path(job.program, run_name="__main__")
     except BaseException:
         traceback.print_exc()
         return 1

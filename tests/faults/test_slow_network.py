@@ -15,7 +15,7 @@ import torch
 from faults.network import Proxy
 from gradwire import autograd, rpc
 from gradwire.errors import RpcTimeout, WorkerLost
-from gradwire.rpc import Agent, set_current_agent
+from gradwire.rpc import Agent, client, set_current_agent
 from gradwire.rpc.connection import Connection
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.transports.tls import keys_for, make_keys
@@ -93,12 +93,13 @@ def test_a_slow_network_changes_no_result(network: tuple[list[Agent], list[Proxy
 
 @pytest.mark.parametrize("ways", [("there",), ("back",), ("there", "back")])
 def test_a_network_that_stands_still_loses_nothing(
-    network: tuple[list[Agent], list[Proxy]], ways: tuple[str, ...]
+    network: tuple[list[Agent], list[Proxy]], ways: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Within the deadline of a call it is only late; beyond, the call ends by its deadline, and later ones work."""
     (a, b, _), (_, proxy, _) = network
     x = torch.randn(100)
     assert a.call("b", handlers.echo, (1,)) == 1
+    monkeypatch.setattr(client, "_PHASE_GRACE_S", 0.25)
     proxy.hold(*ways)
     late = [a.submit("b", handlers.echo, (number,)) for number in range(20)]
     started = time.monotonic()
@@ -115,8 +116,10 @@ def test_a_network_that_stands_still_loses_nothing(
 
 def test_connections_that_are_cut_are_made_again(network: tuple[list[Agent], list[Proxy]]) -> None:
     (a, b, _), (_, proxy, _) = network
+    lost_by_b: list[str] = []
+    b.on_worker_lost(lambda address, reason: lost_by_b.append(address.info.name))
     x = torch.randn(100)
-    for _ in range(5):
+    for number in range(1, 6):
         call = a.submit("b", handlers.wait_gate, (60.0,))
         assert handlers.entered.acquire(timeout=10.0)
         before, lanes = proxy.num_connections, list(a.peers.by_name["b"].lanes.values())
@@ -127,6 +130,7 @@ def test_connections_that_are_cut_are_made_again(network: tuple[list[Agent], lis
         assert time.monotonic() - started < 5.0
         # Each connection is noticed by itself, and a pass fails on one that is not noticed yet.
         assert wait_until(partial(_has_dropped, a, "b", lanes), 5.0)
+        assert wait_until(lambda: lost_by_b.count("a") >= number, 5.0)  # noqa: B023
         assert wait_until(lambda: _can_call(a, "b"), 5.0)
         assert proxy.num_connections > before
         assert torch.equal(_train(("b", "c"), x), _train(None, x))
@@ -141,7 +145,7 @@ def _has_dropped(agent: Agent, name: str, lanes: list[Connection]) -> bool:
 def _can_call(agent: Agent, name: str) -> bool:
     try:
         return bool(agent.call(name, handlers.echo, (True,), None, 2.0))
-    except WorkerLost:  # as long as the cut is not over
+    except (WorkerLost, RpcTimeout):  # as long as the cut is not over
         return False
 
 
@@ -157,8 +161,7 @@ def test_a_tensor_that_is_cut_in_the_middle_arrives_whole_or_not_at_all(
         pause.wait(0.01 * number)
         proxy.cut()
         proxy.delay_s = 0.0
-        try:
+        with contextlib.suppress(WorkerLost):
             assert torch.equal(call.wait(), large)
-        except WorkerLost:
-            assert wait_until(lambda: _can_call(a, "b"), 5.0)
+        assert wait_until(lambda: _can_call(a, "b"), 5.0)
     assert torch.equal(a.call("b", handlers.echo, (large,)), large)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from gradwire.testing import wait_until
@@ -44,7 +44,10 @@ def children_of(pid: int) -> list[int]:
 
 def thread_states(pid: int) -> list[str]:
     """The kernel's letter for each thread of a process, e.g. ``T`` for one that was stopped."""
-    stats = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    stats = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            stats.append((task / "stat").read_text())
     return [stat.rpartition(")")[2].split()[0] for stat in stats]
 
 

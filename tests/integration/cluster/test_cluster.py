@@ -20,7 +20,7 @@ from cluster import tasks
 from cluster.processes import is_there
 from cluster.shown import Shown
 from gradwire import _progress_bar, rpc
-from gradwire.cluster import local_launcher
+from gradwire.cluster import api, local_launcher
 from gradwire.cluster._forkserver import borrow_fork_server, close_idle_fork_server, return_fork_server
 from gradwire.cluster.api import Cluster
 from gradwire.config import GIB, KIB, MIB, Limits
@@ -132,10 +132,10 @@ def test_random_numbers_differ_between_workers_and_torch_repeats_them(modules: l
 
 
 def test_deadlines(cluster: Cluster, tmp_path: Path) -> None:
-    worker = cluster.workers[0].with_timeout(0.2)
-    assert worker.call(tasks.add, 1) == 2
+    worker = cluster.workers[0]
+    assert worker.with_timeout(20).call(tasks.add, 1) == 2
     with pytest.raises(RpcTimeout):
-        worker.call(tasks.block_until_killed, str(tmp_path / "ready"))
+        worker.with_timeout(0.2).call(tasks.block_until_killed, str(tmp_path / "ready"))
 
 
 def test_map_keeps_the_order_and_uses_every_worker(cluster: Cluster) -> None:
@@ -167,7 +167,8 @@ def test_map_skips_dead_workers_and_says_when_none_is_left(cluster: Cluster) -> 
         cluster.map(tasks.add, range(5))
 
 
-def test_status(cluster: Cluster) -> None:
+def test_status(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_SURVEY_S", 20.0)
     for _ in range(3):
         cluster.workers[1].call(tasks.add, 1)
     wait_until(lambda: cluster.status()[1].calls_served == 3)  # it counts a call after it has answered
@@ -196,6 +197,7 @@ def test_metrics(cluster: Cluster) -> None:
 
 
 def test_status_does_not_wait_for_a_worker_that_does_not_answer(cluster: Cluster, tmp_path: Path) -> None:
+    wait_until(lambda: cluster.status()[1].calls_served == 0)  # it is connected
     cluster.workers[0].submit(tasks.hold_interpreter, str(tmp_path / "ready"))
     wait_until((tmp_path / "ready").exists)
     first, second = cluster.status()
@@ -360,7 +362,7 @@ def test_a_cluster_that_takes_the_place_of_the_open_one(cluster: Cluster) -> Non
 @pytest.mark.parametrize("graceful", [True, False])
 def test_rpc_shutdown_in_the_driver_closes_the_cluster(cluster: Cluster, graceful: bool) -> None:
     started = time.monotonic()
-    future = cluster.workers[0].submit(tasks.take_a_moment)
+    future = cluster.workers[0].submit(tasks.take_a_moment if graceful else tasks.wait_for_ever)
     rpc.shutdown(graceful=graceful)
     assert time.monotonic() - started < 5
     assert repr(cluster) == "<Cluster closed>"
@@ -424,7 +426,7 @@ def test_a_worker_that_holds_the_interpreter_and_ignores_sigterm_is_ended(cluste
     first.call(tasks.ignore_sigterm)
     first.submit(tasks.hold_interpreter, str(tmp_path / "ready"))
     wait_until((tmp_path / "ready").exists)
-    cluster.close(grace=0)
+    cluster.close(grace=5)
     assert first.pid is not None
     assert not is_there(first.pid)
     assert [status.exit_reason for status in cluster.status()] == ["killed by SIGKILL", "exited with code 0"]

@@ -89,7 +89,7 @@ def test_map_is_given_up(interrupt: Interrupt, tmp_path: Path, owner: type, name
 
 def test_status_is_given_up(interrupt: Interrupt) -> None:
     with Cluster.local(1) as cluster:
-        assert cluster.status()[0].calls_served == 0  # it is connected
+        wait_until(lambda: cluster.status()[0].calls_served == 0, 10.0, "that it is connected")
         with stopped(cluster.workers[0].pid):  # and does not answer any more
             interrupt(Agent, "ask_all")
             with _interrupts.installed(), pytest.raises(KeyboardInterrupt):

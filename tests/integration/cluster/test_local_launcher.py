@@ -259,7 +259,7 @@ def test_the_import_of_torch_is_part_of_the_progress_bar(monkeypatch: pytest.Mon
     monkeypatch.setattr(_forkserver, "REFRESH_S", 0.01)
     close_idle_fork_server()
     with pytest.raises(WorkerStartFailed, match="did not import torch in time"):
-        Cluster.local(2, start_timeout_s=0.1)
+        Cluster.local(2, start_timeout_s=0.5)
     shown = terminal.getvalue()
     assert "starting 2 workers (importing torch)" in shown
     assert shown.endswith("\x1b[?25h"), "the bar has ended, and the cursor is shown again"

@@ -183,10 +183,22 @@ def test_output_of_the_last_moment_is_shown(capfd: pytest.CaptureFixture[str]) -
     assert "[worker0] no line end\n" in capfd.readouterr().out
 
 
+UNTIL_READ = """
+import array, fcntl, sys, termios, time
+unread = array.array("i", [1])
+while unread[0]:
+    sys.stdout.flush()
+    fcntl.ioctl(1, termios.FIONREAD, unread)
+    time.sleep(0.001)
+"""
+
+
 def test_output_of_imports_is_shown_with_the_workers_name(
     module: Callable[[str], str], capfd: pytest.CaptureFixture[str]
 ) -> None:
-    name = module("import sys\nprint('x' * 20_000)\nprint('loaded')\nprint('half', file=sys.stderr, end='')\n")
+    name = module(
+        f"import sys\nprint('x' * 20_000)\nprint('loaded')\nprint('half', file=sys.stderr, end='')\n{UNTIL_READ}"
+    )
     with cluster_of(1, imports=[name]) as (cluster, _):
         cluster.workers[0].call(print, "after")
     out, err = capfd.readouterr()

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from gradwire import autograd, rpc
-from gradwire.dashboard import web_server
+from gradwire.dashboard import web_server, worker_report
 from gradwire.dashboard.web_server import STATIC, Dashboard
 from gradwire.dashboard.worker_report import REPORT, serve_reports
 from gradwire.errors import ConfigurationError
@@ -195,7 +195,10 @@ def test_the_page_needs_nothing_from_elsewhere(dashboard: Dashboard) -> None:
             assert " style=" not in text
 
 
-def test_the_state_shows_workers_steps_and_references(dashboard: Dashboard, agents: list[Agent]) -> None:
+def test_the_state_shows_workers_steps_and_references(
+    dashboard: Dashboard, agents: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_report, "_CAPTURE_S", 10.0)
     client = Client(dashboard).log_in()
     before = client.state()
     assert [item["name"] for item in before["workers"]] == ["a", "b"]
@@ -296,8 +299,8 @@ def test_connections_without_requests_do_not_use_up_descriptors(dashboard: Dashb
 def test_a_connection_that_sends_no_request_is_closed(
     dashboard: Dashboard, monkeypatch: pytest.MonkeyPatch, first_bytes: bytes
 ) -> None:
-    monkeypatch.setattr(web_server, "_REQUEST_S", 0.1)
     cookie = Client(dashboard).log_in().cookie
+    monkeypatch.setattr(web_server, "_REQUEST_S", 0.1)
     with connect(dashboard, first_bytes.replace(b"COOKIE", cookie.encode())) as connection:
         wait_until(lambda: is_ended(connection), 4.0)
 

@@ -249,7 +249,7 @@ def test_waiting_in_vain_names_the_holder(cluster: Cluster) -> None:
             gw.autograd.context(),
             pytest.raises(RpcTimeout, match=rf"gradwire.nn.invoke on worker worker0 .*: {holder}"),
         ):
-            remote.rpc_sync(timeout=1.0).first_only(x)
+            remote.rpc_sync(timeout=4.0).first_only(x)
     assert forward_and_step(remote, x) == 4
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from gradwire.cluster.rank_processes import reserve_port
 from gradwire.config import WorkerConfig
-from gradwire.rpc import Agent, set_current_agent
+from gradwire.rpc import Agent, client, set_current_agent
 from gradwire.rpc.peers import StaticDirectory
 from gradwire.runtime import start_worker
 from gradwire.types import WorkerInfo
@@ -22,12 +22,13 @@ MakeAgents = Callable[..., list[Agent]]
 
 
 @pytest.fixture
-def make_agents() -> Iterator[MakeAgents]:
+def make_agents(monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeAgents]:
     """``make_agents("a", "b", transports=...)``: agents of one cluster, which `handlers.agents` knows by name.
 
     A name that is made again has the rank that it had.
     """
     handlers.reset()
+    monkeypatch.setattr(client, "_PHASE_GRACE_S", 10.0)  # a busy machine may take long to answer how far a call got
     made: list[Agent] = []
     ranks: dict[str, int] = {}
 

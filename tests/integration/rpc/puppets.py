@@ -131,7 +131,10 @@ class Puppet:
 
     def _is_stopped(self) -> bool:
         tasks = Path(f"/proc/{self.pid}/task").glob("*/stat")
-        return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        try:
+            return all(task.read_text().rpartition(")")[2].split()[0] == "T" for task in tasks)
+        except OSError:  # a thread has just ended
+            return False
 
     def kill(self) -> None:
         """Ends the process without a word and waits until it is gone."""

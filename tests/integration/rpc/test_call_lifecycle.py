@@ -93,7 +93,7 @@ def test_callbacks_never_run_in_the_clock(make_agents: MakeAgents) -> None:
             a.call("a", handlers.wait_gate, (), None, 0.1)
         return "ended"
 
-    late = a.submit("a", handlers.wait_gate, (), None, 0.1)
+    late = a.submit("a", handlers.wait_gate, (), None, 1.0)
     derived = torch.futures.collect_all([late]).then(call_again)
     assert wait_until(lambda: names)
     assert names[0].startswith("gradwire-a-service-")
@@ -142,7 +142,7 @@ def test_close_completes_what_no_thread_came_to_complete(
     make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (a,) = make_agents("a")
-    late = a.submit("a", handlers.wait_gate, (), None, 0.1)
+    late = a.submit("a", handlers.wait_gate, (), None, 1.0)
     derived = late.then(lambda done: done.wait())
     assert handlers.entered.acquire(timeout=10)
     with monkeypatch.context() as patch:
@@ -231,7 +231,7 @@ def test_calls_that_timed_out_leave_room(make_agents: MakeAgents) -> None:
     a, b = make_agents("a", "b", limits=Limits(calls_in_flight=2))
     for _ in range(2):
         with pytest.raises(RpcTimeout) as caught:
-            a.call("b", handlers.wait_gate, (), None, 0.1)
+            a.call("b", handlers.wait_gate, (), None, 0.5)
         assert caught.value.phase == "run"
     assert b.statistics().num_running == 2
     assert [a.call("b", handlers.echo, (number,), None, 5.0) for number in range(3)] == [0, 1, 2]

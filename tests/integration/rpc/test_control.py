@@ -175,7 +175,7 @@ def test_a_worker_that_waits_at_a_barrier_can_give_up_calls(make_agents: MakeAge
     b.reactor.run_soon(lambda: b.gathering.all_gather(None, None, deadline))
     wait_until(lambda: len(a.gathering._rounds) == 1, LIMIT_S)
     with pytest.raises(RpcTimeout, match="phase: run"):
-        b.call("a", handlers.exposed_gate, timeout_s=0.3)
+        b.call("a", handlers.exposed_gate, timeout_s=1.0)
     handlers.gate.set()
     a.gathering.all_gather(None, None, deadline)
 
@@ -214,7 +214,7 @@ def test_a_callee_that_answers_nonsense_when_asked_how_far_a_call_got(make_agent
     a, b = make_agents("a", "b")
     b.server.register_control("cancel", lambda *_: phase, CallId)
     with pytest.raises(RpcTimeout) as caught:
-        a.call("b", handlers.wait_gate, (), None, 0.1)
+        a.call("b", handlers.wait_gate, (), None, 0.5)
     assert caught.value.phase == "unknown"
     handlers.gate.set()
     assert a.call("b", operator.add, (1, 2)) == 3

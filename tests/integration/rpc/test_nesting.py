@@ -55,7 +55,7 @@ def test_busy_threads_do_not_delay_control(make_agents: Any) -> None:
     a, b = make_agents("a", "b", num_worker_threads=1)
     busy = [a.submit("b", handlers.spin_until_gate), a.submit("b", handlers.wait_gate)]
     with pytest.raises(RpcTimeout) as caught:
-        a.call("b", operator.add, (1, 2), None, 0.05)
+        a.call("b", operator.add, (1, 2), None, 0.5)
     assert caught.value.phase == "queue"
     thread = threading.Thread(target=b.gathering.all_gather, args=(1, None, threading.TIMEOUT_MAX))
     thread.start()

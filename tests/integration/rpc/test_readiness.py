@@ -34,7 +34,7 @@ def test_a_worker_serves_from_where_it_says_so(make_puppets: Callable[[int], lis
     _start(puppets, meeting, 2)
     first.do("early = rpc.rpc_async('w1', h.what_was_seen); made = rpc.remote('w1', h.what_was_seen)")
     with pytest.raises(PuppetError, match=r"(?s)is not serving calls yet.*start_serving\(\)") as caught:
-        first.do("rpc.rpc_sync('w1', h.note, args=('too early',), timeout=0.2)")
+        first.do("rpc.rpc_sync('w1', h.note, args=('too early',), timeout=1.0)")
     assert caught.value.fields["phase"] == "held"
     second.do("h.note(rpc.rpc_sync('w0', operator.add, args=(1, 2)))")  # it can make calls
     second.do("h.note(rpc.rpc_sync('w1', operator.add, args=(2, 2)))")  # also to itself

@@ -89,7 +89,10 @@ def test_meet_leave_and_meet_again(make_puppets: Make, tcp_meeting: str, folder:
         _check(puppets)
         _leave(puppets)
     for puppet in puppets:
-        assert puppet.do("[t.name for t in threading.enumerate() if t.name.startswith('gradwire')]") == []
+        puppet.do("own_threads = lambda: [t.name for t in threading.enumerate() if t.name.startswith('gradwire')]")
+        puppet.do(
+            "from gradwire.testing import wait_until; wait_until(lambda: not own_threads(), 10.0, 'no thread is left')"
+        )
         assert puppet.do("len([f for f in os.listdir('/proc/self/fd')])") < 40
 
 

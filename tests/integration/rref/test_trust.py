@@ -163,7 +163,7 @@ def test_number_of_values_that_never_come_is_bounded(make_agents: MakeAgents, mo
     monkeypatch.setattr(_ownership, "_MAX_EXPECTED", 3)
     a, b, _ = make_agents(3, trust="data")
     own = context.of(b).own
-    futures = [b.submit("a", FETCH, (invented(b, number), own), timeout_s=0.3) for number in range(3)]
+    futures = [b.submit("a", FETCH, (invented(b, number), own), timeout_s=1.0) for number in range(3)]
     for future in futures:
         with pytest.raises(RpcTimeout):
             future.wait()

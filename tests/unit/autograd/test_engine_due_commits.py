@@ -82,7 +82,7 @@ def test_the_next_pass_begins_after_the_commit(
         names = [name.removeprefix("autograd.") for sender, _, name in sent if sender == "a"]
         assert names == ["propagate", "commit", "propagate"]
         rpc.rpc_sync("b", len, args=((),))
-        assert len(context_of(trio[1], ctx).ended_passes) == 2
+        wait_until(lambda: len(context_of(trio[1], ctx).ended_passes) == 2, 10.0, "the second commit")
 
 
 def test_the_clock_tells_of_a_commit_when_nothing_else_does(

@@ -212,7 +212,7 @@ def test_release_by_a_worker_that_has_no_part_in_the_context(trio: list[Agent]) 
         loss = rpc.rpc_sync("b", "hostile.layer", args=(x,)).sum()
         for name in "ab":
             send(c, name, "release", ReleaseContext(int(ctx), "by c"))
-        assert refused_on(a) == refused_on(b) == 1
+        wait_until(lambda: refused_on(a) == refused_on(b) == 1, 10.0, "that both have refused it")
         check_gradient(ctx, loss, x)
     wait_until(lambda: not list(engine_of(b).container), 20.0, "that a has released it")
 
@@ -233,7 +233,7 @@ def test_abort_by_a_worker_that_has_no_part_in_the_pass(trio: list[Agent]) -> No
         c.reactor.run_soon(interfere)
         ctx.backward(loss, timeout=20)
         assert ctx.gradients()[x].tolist() == [2.0] * 3
-        assert refused_on(a) == refused_on(b) == 1
+        wait_until(lambda: refused_on(a) == refused_on(b) == 1, 10.0, "that both have refused it")
 
 
 def test_abort_counts_at_the_root_when_another_worker_has_named_its_sender(trio: list[Agent]) -> None:
@@ -340,7 +340,7 @@ def test_holder_asks_the_maker_of_a_context_alone(trio: list[Agent]) -> None:
     with gw.autograd.context() as ctx:
         rpc.rpc_sync("b", "hostile.layer", args=(x,))
         send(c, "b", "holds", HoldsContext(int(ctx)))
-        assert refused_on(b) == 1
+        wait_until(lambda: refused_on(b) == 1, 10.0, "that b has refused it")
         assert context_of(b, ctx).known_workers == {0}
 
 

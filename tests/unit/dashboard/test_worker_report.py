@@ -162,7 +162,10 @@ def test_an_agent_closes_all_reporters_though_they_remove_themselves(make_agents
     assert events.sink is None
 
 
-def test_the_graph_of_a_step_is_collected_just_before_its_end(pair: list[Agent]) -> None:
+def test_the_graph_of_a_step_is_collected_just_before_its_end(
+    pair: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker_report, "_CAPTURE_S", 10.0)
     a, _ = pair
     reporter = Reporter(a)
     assert reporter.report().step is None

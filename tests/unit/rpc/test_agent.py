@@ -130,7 +130,7 @@ def test_threads_go_when_they_are_no_longer_needed(make_agents: MakeAgents) -> N
     gate.set()
     assert all(future.wait() for future in futures)
     wait_until(lambda: second.statistics().num_threads <= 42, 20, "the threads beyond the limit end")
-    assert second.statistics().num_running == 0
+    wait_until(lambda: second.statistics().num_running == 0, 20, "all functions have ended")
 
 
 @pytest.mark.parametrize("timeout_s", [0, 30])
@@ -158,7 +158,7 @@ def test_an_answer_that_comes_later_occupies_no_thread(make_agents: MakeAgents) 
     first, second = make_agents(2, num_worker_threads=1)
     futures = [first.submit("b", promise) for _ in range(20)]
     wait_until(lambda: len(later) == 20, 20, "all promises are made")
-    assert second.statistics().num_running == 0
+    wait_until(lambda: second.statistics().num_running == 0, 20, "no function runs")
     for number, promised in enumerate(later):
         promised.set_result(number)
     assert sorted(future.wait() for future in futures) == list(range(20))
@@ -542,5 +542,5 @@ def test_one_deadline_counts_for_all_that_are_asked(make_agents: MakeAgents) -> 
     c.server.register_control("number", lambda source: 7)
     a.ask_all(["b", "c"], "number", (), 0.2, int)  # connects
     began = time.monotonic()
-    assert a.ask_all(["b", "c"], "number", (), 0.2, int) == {"c": 7}
-    assert time.monotonic() - began < 5.0
+    assert a.ask_all(["b", "c"], "number", (), 2.0, int) == {"c": 7}
+    assert time.monotonic() - began < 10.0

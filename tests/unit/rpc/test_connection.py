@@ -149,7 +149,9 @@ def test_a_frame_that_arrives_with_the_handshake_is_handled_as_after_it(make_age
             a.notices.send("b", "x", None)
         return bool(got)
 
-    assert b.server.take_notices({0}, 10.0, is_done, lambda note: True)
+    deadline = time.monotonic() + 10.0
+    while not got and time.monotonic() < deadline:  # a service thread may hold the connection once more
+        b.server.take_notices({0}, 1.0, is_done, lambda note: True)
     assert got == ["a"]
 
 
@@ -176,7 +178,7 @@ def test_caller_that_gives_up_connecting_is_not_taken_for_dead(
     monkeypatch.setattr(Connection, "_on_handshake", answer_late)
     with caplog.at_level(logging.INFO, "gradwire"):
         with pytest.raises(RpcTimeout) as caught:
-            a.call("b", operator.add, (1, 2), timeout_s=0.2)
+            a.call("b", operator.add, (1, 2), timeout_s=1.0)
         assert caught.value.phase == "connect"
         assert num_held == 1
         go_on.set()

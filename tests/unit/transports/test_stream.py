@@ -21,6 +21,7 @@ import torch
 
 import gradwire
 import quick_python
+from cluster.processes import thread_states
 from gradwire import _interrupts
 from gradwire.errors import CannotSend, ConnectionClosed, ConnectionLost, DecodeError, LimitExceeded, RpcTimeout
 from gradwire.testing import ConnectionPair, local_agents, wait_until
@@ -368,6 +369,7 @@ def test_a_sender_that_is_stopped_in_between(start_sender: Callable[[str], tuple
     pid, far = start_sender("SIGSTOP")
     read_in_vain(far)
     assert far.read_nowait() == []
+    wait_until(lambda: set(thread_states(pid)) == {"T"}, 20.0, "that it is stopped")
     os.kill(pid, signal.SIGCONT)
     (frame,) = receive_frames(far, 1)
     assert torch.equal(receive_tensors(frame)[0], numbers(256 * KIB))
