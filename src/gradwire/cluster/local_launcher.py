@@ -293,7 +293,7 @@ def _are_settled(workers: Sequence[LocalWorker]) -> bool:
 
 
 def _is_ready(worker: LocalWorker) -> bool:
-    # It may say that it listens before the fork server says which process it is.
+    # Its `Listening` may arrive before the fork server's `WorkerForked`.
     return worker.handle.state is WorkerState.RUNNING and worker.handle.pid is not None
 
 

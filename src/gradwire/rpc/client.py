@@ -244,7 +244,7 @@ class Client:
                 raise _closed(self._agent) from error
         except ConnectionLost as error:
             is_sent = True
-            connection.end_when_read(error)
+            connection.end_when_read(error, call.deadline)
             if calls.pop(call.call_id, None) is not None:  # the connection closed before the call was in its table
                 assert connection.peer is not None
                 self.finish(call, None, connection.peer.lost(str(error), call))

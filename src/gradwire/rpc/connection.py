@@ -244,7 +244,6 @@ class Connection:
         if isinstance(frame.message, Goodbye):  # the caller gave up, because of a deadline for example
             self.reader.end(ConnectionClosed(frame.message.reason))
             return
-        self.reader.allow_take_over()
         deadline = time.monotonic() + 1.0
         try:
             answer = handshake.on_message(frame.message, self.stream.channel.certified_names())
@@ -265,6 +264,7 @@ class Connection:
             self.stream.decoder.accept = _SERVER_ACCEPTS
             self.reader.on_frame = self._on_request
         self._is_welcome = handshake.is_open  # before the caller is told: another thread may read its end at once
+        self.reader.allow_take_over()
         try:
             self.stream.send(answer, deadline=deadline)
         except TimeoutError:
@@ -477,9 +477,9 @@ class Connection:
             self._drop_requests()
             self.fail_calls(f"{self.info.name} has shut down")
 
-    def end_when_read(self, error: ConnectionLost) -> None:
-        """Close it after the replies and the goodbye have been read that the peer sent before it closed the connection."""
-        self.reader.end_when_read(error)
+    def end_when_read(self, error: ConnectionLost, deadline: float = _NEVER) -> None:
+        """Close it once the replies and the goodbye that the peer sent have been read."""
+        self.reader.end_when_read(error, deadline)
         self.end(error)
 
     def fail_calls(self, reason: str) -> None:

@@ -105,7 +105,7 @@ class Notices:
                 if agent.is_closed:
                     raise NotInitialized(f"worker {agent.info.name} has shut down") from error
             except ConnectionLost as error:
-                lane.end_when_read(error)
+                lane.end_when_read(error, limit)
                 raise peer.lost(str(error)) from error
             except TimeoutError as error:
                 text = f"worker {to} is not reading: message {name} could not be sent in time (phase: send)"

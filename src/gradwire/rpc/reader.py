@@ -38,6 +38,7 @@ _LOOK_S = 0.2  # how often a waiting thread checks whether another thread has co
 _REST_S = 1.0  # until everything is read that a peer sent before it closed the connection
 _REST_LOOK_S = 0.002
 _TELL_S = 0.1  # until another thread has told of the end; it may run callbacks that wait for the calling thread
+_NEVER = float("inf")
 _LINGER_S = 0.05  # how long a service thread stays with a connection after a request
 
 # When threads busy-poll: see `_Poller.wait`.
@@ -222,7 +223,7 @@ class Reader:
                 self._busy_since = time.monotonic()
 
     def _begin(self, epoch: int, now: float) -> None:
-        """Do the same for one of several connections that a thread holds, unless it has been passed on."""
+        """Mark one of several connections that a thread holds as busy, unless it was passed on."""
         with self._lock:
             if self._epoch == epoch:
                 self._busy_since = now
@@ -366,19 +367,19 @@ class Reader:
         except TransportError as error:
             self.end(error)
 
-    def end_when_read(self, error: ConnectionLost) -> None:
+    def end_when_read(self, error: ConnectionLost, deadline: float = _NEVER) -> None:
         """End a connection that could not be written to, once everything that the peer sent has been read.
 
         A peer that has closed it may have sent replies before, and why it leaves.
         """
         release_hold()
         self.ensure_watched()
-        deadline = time.monotonic() + _REST_S
-        while not self.has_ended and time.monotonic() < deadline:
+        until = min(time.monotonic() + _REST_S, deadline)
+        while not self.has_ended and time.monotonic() < until:
             time.sleep(_REST_LOOK_S)  # not interrupted: the message is neither sent nor refused yet
         self.end(error)
-        deadline = time.monotonic() + _TELL_S
-        while not self._is_end_told and time.monotonic() < deadline:
+        until = min(time.monotonic() + _TELL_S, deadline)
+        while not self._is_end_told and time.monotonic() < until:
             time.sleep(_REST_LOOK_S)
 
     def end(self, error: Exception) -> None:
@@ -438,6 +439,9 @@ def serve_together(
         return False
 
     def handle(reader: Reader, frame: Frame) -> None:
+        if type(frame.message) is Goodbye:  # which the end of the connection must not overtake
+            reader.on_frame(frame)
+            return
         if not may_run_here(frame):
             reader.reactor.run_soon(functools.partial(reader._handle_elsewhere, frame))
             return

@@ -94,9 +94,10 @@ class StreamConnection:
             map_pinned_slot=slots.map_pinned_slot if slots is not None else None,
             shared_dtypes=options.shared_dtypes,
         )
-        self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the two fields below
+        self._write_lock = threading.Lock()  # one frame at a time on the wire; guards the three fields below
         self._held_back: list[bytes] = []
         self._num_held_back = 0  # bytes
+        self._write_error: str | None = None
         self.is_closed = False
         self._unfilled: list[Frame] = []  # complete but for shared memory, which the other side is filling
         self._fill_deadline = 0.0
@@ -223,6 +224,8 @@ class StreamConnection:
         try:
             if self.is_closed:
                 raise ConnectionClosed(f"{self.label} was closed by this worker")
+            if self._write_error is not None:
+                raise ConnectionLost(self._write_error)
             if self._held_back:
                 buffers = [b"".join(self._held_back), *buffers]
             elif not buffers:
@@ -239,8 +242,9 @@ class StreamConnection:
             if written != total:
                 self._write_rest(buffers, written or 0, deadline)
             is_cut = False
-        except ConnectionLost:
+        except ConnectionLost as error:
             is_cut = False  # it is closed, but data received before that can still be read
+            self._write_error = str(error)  # part of a frame may be out, so nothing may follow
             if self.is_closed:
                 raise ConnectionClosed(f"{self.label} was closed by this worker") from None
             raise

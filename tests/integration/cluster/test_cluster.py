@@ -426,7 +426,7 @@ def test_a_worker_that_holds_the_interpreter_and_ignores_sigterm_is_ended(cluste
     first.call(tasks.ignore_sigterm)
     first.submit(tasks.hold_interpreter, str(tmp_path / "ready"))
     wait_until((tmp_path / "ready").exists)
-    cluster.close(grace=5)
+    cluster.close(grace=3)
     assert first.pid is not None
     assert not is_there(first.pid)
     assert [status.exit_reason for status in cluster.status()] == ["killed by SIGKILL", "exited with code 0"]

@@ -6,6 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import quick_python
 from cluster import tasks
 from cluster.process_scheduler import Machine, ProcessScheduler
 from cluster.processes import is_there
@@ -181,6 +183,28 @@ def test_output_of_the_last_moment_is_shown(capfd: pytest.CaptureFixture[str]) -
     with cluster_of(1) as (cluster, _):
         cluster.workers[0].call(tasks.print_without_end, "no line end")
     assert "[worker0] no line end\n" in capfd.readouterr().out
+
+
+READS_SLOWLY = """
+import time
+from gradwire.cluster import _output_relay
+read = _output_relay._read
+def read_slowly(fd):
+    data = read(fd)
+    time.sleep(0.2 if data else 0.0)
+    return data
+_output_relay._read = read_slowly
+capture = _output_relay.OutputCapture()
+print("what is wrong")
+text = capture.kept()
+capture.close(5.0)
+print([text])
+"""
+
+
+def test_output_that_is_being_read_is_part_of_what_was_printed() -> None:
+    done = quick_python.run([sys.executable, "-c", READS_SLOWLY], timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == repr(["what is wrong\n"])
 
 
 UNTIL_READ = """

@@ -89,10 +89,13 @@ def test_cancel_ends_the_call_here_and_there(make_agents: Any, to: str) -> None:
     a, b = make_agents("a", "b", num_worker_threads=1)
     busy = a.submit(to, handlers.spin_until_gate)
     queued = a.submit(to, handlers.note, ("must not run",))
+    there = {"a": a, "b": b}[to]
+    assert wait_until(lambda: there.statistics().num_queued == 1)
     assert queued.cancel() is True
     assert queued.cancel() is False
     with pytest.raises(CallCancelled, match=rf"note on worker {to} was cancelled by the caller"):
         queued.wait()
+    assert wait_until(lambda: there.statistics().num_queued == 0)
     handlers.gate.set()
     busy.wait()
     assert wait_until(lambda: a.is_quiet and b.is_quiet)

@@ -81,9 +81,9 @@ def test_a_call_to_a_worker_that_has_left_loses_no_answer(
     lane, there = ends_of(a, b)
     end_when_read = lane.reader.end_when_read
 
-    def go_on_reading(error: ConnectionLost) -> None:
+    def go_on_reading(error: ConnectionLost, deadline: float) -> None:
         lane.reader._give_up(lane.reader._epoch)
-        end_when_read(error)
+        end_when_read(error, deadline)
 
     monkeypatch.setattr(lane.reader, "end_when_read", go_on_reading)
     stand_still(lane.reader)

@@ -462,6 +462,19 @@ def test_the_end_of_a_connection_does_not_hide_what_came_before_it(cut_pair: Con
     assert call_ids(receive_frames(cut_pair.near, 1)) == [1]
 
 
+def test_nothing_follows_half_a_frame(cut_pair: ConnectionPair) -> None:
+    """The connection stays open for what is unread, even if it could be written to again."""
+    channel = channel_of(cut_pair.near)
+    channel.error, channel.num_bytes = ConnectionLost("no buffer space"), 5
+    with pytest.raises(ConnectionLost):
+        send_call(cut_pair.near, 1, b"body")
+    channel.error = None
+    with pytest.raises(ConnectionLost, match="no buffer space"):
+        send_call(cut_pair.near, 2)
+    assert len(cut_pair.far.channel._socket.recv(100)) == 5
+    assert not cut_pair.near.is_closed
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, None], ids=["ctrl-c", "deadline"])
 def test_an_exception_before_the_first_byte_leaves_the_connection_as_it_was(
     cut_pair: ConnectionPair, monkeypatch: pytest.MonkeyPatch, error: type[BaseException] | None
