@@ -21,7 +21,10 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
-OTHER_BLOCK = re.compile(r"^ *```(?:text|console|)\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+FENCE = re.compile(r"^ *(`{3,}|~{3,})(.*)$")
+LABELS = re.compile(  # what is in other blocks is not run
+    r"(python|python ranks=\d+|python \w+\.py|output|output about|output unordered|pytb|text|console|\{[\w-]+\}.*|)"
+)
 PRINTS_NOTES = sys.version_info >= (3, 11)  # where to read about an error is a note of the exception
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
 
@@ -61,17 +64,41 @@ def shown_in(document: str) -> list[Shown]:
             )
         elif name.endswith(".py") and not (found and found[-1].name == name):
             found.append(Shown(name, (path.parent / name).read_text()))
+    assert not modules, f"{document} has a module that no program uses"
+    num_blocks = sum(label.startswith("python") for label, _ in blocks_in(document))
+    assert sum(1 + len(item.modules) for item in found if not item.name) == num_blocks, f"{document} has other blocks"
     return [item for item in found if not item.name or item.output or item.traceback]
 
 
+def blocks_in(document: str) -> list[tuple[str, str]]:
+    """All fenced blocks of a document: what is written behind the fence, and the text."""
+    found: list[tuple[str, str]] = []
+    fence, label, lines = "", "", []
+    for line in (ROOT / document).read_text().splitlines(keepends=True):
+        match = FENCE.match(line.rstrip("\n"))
+        if not fence and match:
+            (fence, label), lines = match.groups(), []
+        elif fence and match and match[1].startswith(fence) and not match[2]:
+            found.append((label.strip(), "".join(lines)))
+            fence = ""
+        elif fence:
+            lines.append(line)
+    assert not fence, f"a block of {document} does not end"
+    return found
+
+
 def python_in_other_blocks(document: str) -> list[str]:
-    """Blocks that are not marked as programs although they are code in Python, so that nothing runs them."""
-    code = (ast.Import, ast.ImportFrom, ast.With, ast.FunctionDef, ast.ClassDef, ast.Assign, ast.For)
+    """Blocks that nothing runs although they are code in Python."""
     found = []
-    for text in OTHER_BLOCK.findall((ROOT / document).read_text()):
-        with contextlib.suppress(SyntaxError):
-            if any(isinstance(node, code) for node in ast.walk(ast.parse(textwrap.dedent(text)))):
-                found.append(text)
+    for label, text in blocks_in(document):
+        assert LABELS.fullmatch(label), f"{document} has a block marked {label!r}"
+        if label in ("text", "console", ""):
+            with contextlib.suppress(SyntaxError):
+                nodes = list(ast.walk(ast.parse(textwrap.dedent(text))))
+                plain = (ast.Expr, ast.AnnAssign)  # names, and lines such as ``RpcTimeout: text``
+                has_statements = any(isinstance(node, ast.stmt) and not isinstance(node, plain) for node in nodes)
+                if has_statements or any(isinstance(node, ast.Call) for node in nodes):
+                    found.append(text)
     return found
 
 

@@ -6,7 +6,6 @@ of their time.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import os
@@ -18,8 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-from gradwire.cluster.rank_processes import reserve_port
-
 NUM_THREADS, RANDOM_STATE = torch.get_num_threads(), torch.get_rng_state()
 
 
@@ -30,7 +27,6 @@ class Job(NamedTuple):
     folder: str  # where it is started
     results: str
     arguments: list[str]
-    is_rank: bool = False  # a world of one rank, as if a launcher had started it
 
 
 def run(job: Job) -> int:
@@ -43,11 +39,7 @@ def run(job: Job) -> int:
     environment, logger = dict(os.environ), logging.getLogger("gradwire")
     logging_state = logger.level, logger.propagate, list(logger.handlers)
     try:
-        with contextlib.ExitStack() as stack:
-            if job.is_rank:
-                port = stack.enter_context(reserve_port())
-                os.environ.update(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-            runpy.run_path(job.program, run_name="__main__")
+        runpy.run_path(job.program, run_name="__main__")
     except BaseException:
         traceback.print_exc()
         return 1

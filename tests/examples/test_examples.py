@@ -131,11 +131,11 @@ def run(
     return Ran(program, process.returncode, out, err)
 
 
-def run_together(jobs: list[tuple[Path, Path, list[str]]], folder: Path, *, are_ranks: bool) -> list[Ran]:
+def run_together(jobs: list[tuple[Path, Path, list[str]]], folder: Path) -> list[Ran]:
     """Run programs one after the other in one interpreter, each in its folder and with its arguments."""
     results = [folder / f"results{number}" for number in range(len(jobs))]
     described = [
-        (str(program), str(place), str(result), arguments, are_ranks)
+        (str(program), str(place), str(result), arguments)
         for (program, place, arguments), result in zip(jobs, results, strict=True)
     ]
     runner = run(RUNNER, folder, json.dumps(described), timeout_s=GROUP_DEADLINE_S)
@@ -160,7 +160,7 @@ def run_examples(names: list[str], folder: Path) -> dict[str, list[Ran]]:
     for place in folders:
         place.mkdir()
     jobs = [(EXAMPLES / name, place, ARGUMENTS.get(name, [])) for name, place in zip(names, folders, strict=True)]
-    found = run_together(jobs, folder, are_ranks=False)
+    found = run_together(jobs, folder)
     return {name: [_without_files(ran, place)] for name, ran, place in zip(names, found, folders, strict=True)}
 
 
@@ -170,7 +170,10 @@ def _without_files(ran: Ran, folder: Path) -> Ran:
 
 
 def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
-    """In order, and those of a document in one folder, because the second may use what the first has written."""
+    """Those of a document in one folder and in order, as the second may use what the first has written.
+
+    Programs that need processes of their own come last.
+    """
     programs: dict[str, list[tuple[Path, Shown]]] = {document: [] for document in documents}
     for document, found in programs.items():
         place = folder / document
@@ -182,7 +185,7 @@ def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
     jobs: list[tuple[Path, Path, list[str]]] = [
         (program, program.parent, []) for found in programs.values() for program, shown in found if _may_share(shown)
     ]
-    ran = iter(run_together(jobs, folder, are_ranks=True) if jobs else [])
+    ran = iter(run_together(jobs, folder) if jobs else [])
     return {
         document: [next(ran) if _may_share(shown) else run_alone(program, shown.num_ranks) for program, shown in found]
         for document, found in programs.items()
@@ -245,7 +248,7 @@ def _needs_ray(document: str) -> bool:
 
 def _changes_torch(document: str) -> bool:
     """Whether its programs put gradwire in the place of parts of torch: others must not run after them."""
-    return any("gradwire.compat" in shown.text for shown in shown_in(document))
+    return any("gradwire.compat" in shown.text for shown in shown_in(document) if _may_share(shown))
 
 
 def test_no_example_is_left_out() -> None:
