@@ -76,7 +76,7 @@ def show_errors(worker: gw.cluster.Worker) -> None:
         print("    cause:", str(error.__cause__).splitlines()[0])
 
     try:
-        worker.with_timeout(0.2).call(time.sleep, 5)
+        worker.with_timeout(0.5).call(time.sleep, 5)
     except RpcTimeout as error:
         print("deadline:  passed in phase", repr(error.phase))
 
