@@ -161,8 +161,10 @@ def _on_interrupt(_number: int, frame: FrameType | None) -> None:
     """
     global _deferred_since, _is_retry
     is_retry, _is_retry = _is_retry, False
-    if is_retry and _deferred_since is None:
-        return  # raised in the meantime
+    if is_retry and _deferred_since is None:  # raised in the meantime
+        if not _users:
+            _restore_default()
+        return
     is_second = not is_retry and _deferred_since is not None
     if is_second or not _is_protected(frame):
         _raise()
@@ -193,7 +195,8 @@ def _raise() -> NoReturn:
 
 
 def _restore_default() -> None:
-    if signal.getsignal(signal.SIGINT) is _on_interrupt:
+    # A retry that is on its way would be a second interrupt for Python's handler: this one takes it, and then restores.
+    if signal.getsignal(signal.SIGINT) is _on_interrupt and not _is_retry:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -209,7 +212,10 @@ def _retry(since: float, handler: object) -> None:
             _deferred_since = None  # the program replaced the handler, which drops the deferred interrupt
         elif not _is_retry:  # one at a time: the handler would mistake a second one for the user's
             _is_retry = True
-            os.kill(os.getpid(), signal.SIGINT)
+            if _deferred_since == since:  # looked at after the line above, as `_raise` and `_restore_default` do
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                _is_retry = False
         time.sleep(_RETRY_EVERY_S)
 
 

@@ -162,6 +162,26 @@ def test_a_retry_that_comes_too_late_is_dropped() -> None:
         press()
 
 
+def test_a_retry_that_comes_after_the_last_worker_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is sent, and has not arrived, when a wait raises the interrupt: Python's handler would raise another one."""
+    sent: list[int] = []
+
+    def action() -> None:
+        press()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "kill", lambda pid, number: sent.append(number))
+            wait_until(lambda: sent, 20.0)
+            _interrupts.uninstall()
+            _interrupts.deliver()
+
+    with pytest.raises(KeyboardInterrupt):
+        protected(action)
+    assert signal.getsignal(signal.SIGINT) is _interrupts._on_interrupt
+    press()  # the retry arrives
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    _interrupts.install()  # for the fixture
+
+
 # -- the waits ----------------------------------------------------------------------------------------------------------
 
 
