@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -22,6 +24,7 @@ def main() -> None:
     artifacts = sorted(DIST.glob("gradwire-*"))
     run("twine", "check", "--strict", *map(str, artifacts))
     run("check_wheel_contents", str(next(DIST.glob("*.whl"))))
+    check_links(next(DIST.glob("*.whl")))
     for path in artifacts:
         print(f"{path.relative_to(ROOT)}: {path.stat().st_size / 1024:,.0f} KiB")
 
@@ -55,6 +58,17 @@ def check_files(archive: Path) -> None:
             f"The source distribution lacks {missing} and has {unknown}, which git does not track: "
             "see [tool.hatch.build.targets.sdist] in pyproject.toml"
         )
+
+
+def check_links(wheel: Path) -> None:
+    """Check that the description has no relative link or picture: the package index could not resolve it."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (item for item in archive.namelist() if item.endswith(".dist-info/METADATA"))
+        _, _, description = archive.read(name).decode().partition("\n\n")
+    targets = re.findall(r"""\]\(([^)\s]+)|\b(?:src|href)=["']([^"']+)""", description)
+    relative = [link or source for link, source in targets if not (link or source).startswith(("https://", "#"))]
+    if relative or not targets:
+        sys.exit(f"The package index cannot resolve {relative or 'anything'}: see fancy-pypi-readme in pyproject.toml")
 
 
 def run(module: str, *arguments: str) -> None:

@@ -18,9 +18,9 @@ WHERE = "import gradwire; print(gradwire.__version__, gradwire.__file__)"
 def main() -> None:
     (wheel,) = (ROOT / "dist").glob("gradwire-*.whl")
     readme = (ROOT / "README.md").read_text()
-    program = re.search(r"^```python\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
+    program = re.search(r"^```python\n(.*?)^```\n+^```output\n(.*?)^```", readme, re.DOTALL | re.MULTILINE)
     if program is None:
-        sys.exit("README.md has no Python program")
+        sys.exit("README.md has no Python program with its output")
     with tempfile.TemporaryDirectory(prefix="gradwire-wheel-") as folder:
         venv.create(folder, with_pip=True)
         python = f"{folder}/bin/python"
@@ -31,7 +31,8 @@ def main() -> None:
             sys.exit(f"{wheel.name} is not what was imported: {printed}")
         run(folder, f"{folder}/bin/gradwire", "--version")
         Path(folder, "program.py").write_text(program[1])
-        run(folder, python, "-W", "error", "program.py", may_warn=False)
+        if run(folder, python, "-W", "error", "program.py", may_warn=False) != program[2]:
+            sys.exit(f"the README's program should print: {program[2]}")
     print(f"{wheel.name}: installed alone, and the README's program ran")
 
 

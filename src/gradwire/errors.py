@@ -57,7 +57,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Final
 
-DOCS_URL: Final = "https://gradwire.readthedocs.io/"
+DOCS_URL: Final = "https://gradwire.readthedocs.io/en/stable/"
 """Base URL of the documentation. Its page ``errors`` has a section for each class of this module."""
 
 
