@@ -3,7 +3,8 @@
     python docs/scripts/run_tour.py                  # in the notebook itself
     python docs/scripts/run_tour.py other.ipynb      # in another file
 
-Cells with the tag ``varies`` print something else in each run. The tests compare all others with what is stored.
+The tests compare what cells print with what is stored: only the words if the cell has the tag ``numbers-vary``, and only
+that there is something if it has the tag ``varies``.
 """
 
 from __future__ import annotations
