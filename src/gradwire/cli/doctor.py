@@ -50,7 +50,15 @@ _EARLIEST_YEAR = 2025
 _SLOW_CALL_US = 1000.0
 _SELF_TEST_S = 120.0
 _NEEDED = {"torch": (2, 8), "msgspec": (0, 19), "cloudpickle": (3, 0), "numpy": (1, 26), "cryptography": (43, 0)}
-_OPTIONAL = {"ray": "gradwire[ray]", "submitit": "gradwire[slurm]", "safetensors": "safetensors"}
+_OPTIONAL = {  # packages, and what installs them
+    "ray": "gradwire[ray]",
+    "submitit": "gradwire[slurm]",
+    "starlette": "gradwire[dashboard]",
+    "perfetto": "gradwire[trace]",
+    "prometheus-client": "gradwire[metrics]",
+    "opentelemetry-api": "gradwire[otel]",
+    "safetensors": "safetensors",
+}
 
 
 class Finding(msgspec.Struct, frozen=True):
