@@ -118,7 +118,7 @@ class WorkerConfig:
     Attributes:
         num_worker_threads: User functions that run at the same time; those waiting for another call do not count.
         rpc_timeout_s: Default timeout of a call in seconds; 0 means no timeout.
-        trust: ``"code"``, ``"data"``, or None for ``"code"`` on one machine and ``"data"`` across machines.
+        trust: ``"code"`` or ``"data"``; by default ``"data"`` if TLS keys are given, otherwise ``"code"``.
         transports: Schemes to listen on, or None for ``unix`` and, if keys are given, ``tcp``.
         bind_host: Address on which ``tcp`` listens. Anything but loopback requires `tls`.
         bind_port: Port for ``tcp``: 0 for any free port, ``(first, last)`` for a free one in that range.
@@ -127,8 +127,8 @@ class WorkerConfig:
         token: Secret shared by the workers of a cluster; proven by HMAC in the handshake.
         limits: Limits on what is accepted from other workers.
         shared_memory_from: Size in bytes from which tensors go through shared memory on one machine.
-        device_maps: For each worker, its device for each device here from which tensors are sent; both by name. Without a
-            map, tensors arrive on the device of the same name.
+        device_maps: Device maps by worker name: ``{"worker1": {"cuda:0": "cuda:1"}}`` sends tensors from ``cuda:0`` here to
+            ``cuda:1`` of worker1. Without a map for a worker, tensors arrive there on the device of the same name.
         devices: Devices that maps may name; any if empty.
     """
 

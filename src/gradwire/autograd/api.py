@@ -80,12 +80,13 @@ register_plain_number(ContextId)
 class context:
     """A block of code whose calls to other workers are recorded, so that a backward pass can go through them.
 
-    Calls made inside the block are recorded, also those of threads and tasks started inside it. Each worker accumulates
-    gradients in the context, separate from other contexts and from ``.grad``. At the end of the block, all workers free
-    what they hold for the context. Contexts can be nested.
+    Calls made inside the block are recorded, including those made by threads and tasks started inside it. Each worker
+    accumulates gradients in the context, separate from other contexts and from ``.grad``. At the end of the block, all
+    workers free what they hold for the context. Contexts can be nested.
 
     Raises:
         NotInitialized: This process is not a worker.
+        AutogradError: The same object was entered twice.
     """
 
     _id = ContextId(0)
@@ -133,11 +134,14 @@ def backward(
         inputs: Accumulate gradients only for these tensors on this worker.
         mode: ``"smart"`` handles results and arguments that do not contribute to the roots; ``"fast"`` does not look
             for them, and fails if there are any.
-        timeout: Seconds until the pass fails.
+        timeout: Seconds the pass may take before it fails.
         optimizer: A `DistributedOptimizer` to step with this context as soon as the pass has succeeded.
 
     Raises:
+        ConfigurationError: `mode`, `timeout` or `optimizer` is not valid.
+        TypeError: `roots` is neither a tensor nor a sequence.
         AutogradError: A root is not a tensor that gradients can be computed for.
+        NotInitialized: This process is not a worker.
         UnknownContext: The context was released, or never existed here.
         BackwardFailed: The pass failed on this or another worker, or timed out.
         UnsettledSend: FAST mode: no gradient arrives for a message.
@@ -180,6 +184,9 @@ def grad(
         timeout: As in `backward`.
 
     Raises:
+        ConfigurationError: `mode` or `timeout` is not valid.
+        TypeError: `outputs` or `inputs` is neither a tensor nor a sequence.
+        NotInitialized: This process is not a worker.
         AutogradError: Gradients cannot be computed for an output, or the outputs do not depend on an input.
         UnknownContext: The context was released, or never existed here.
         BackwardFailed: The pass failed on this or another worker, or timed out.
@@ -217,7 +224,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
     Raises:
         UnknownContext: The context was released, or this worker does not take part in it.
-        RpcTimeout: A pass has finished here, and its root did not report whether it was committed.
+        RpcTimeout: A pass has finished here, and the worker that started it did not report whether it was committed.
     """
     found = current_engine().container.retrieve(context_id).wait_gradients(DEFAULT_TIMEOUT_S)
     hand_over(found.values())
@@ -240,7 +247,7 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
     """Return the graph that a backward pass of a context would go through, on all its workers.
 
     Notebooks show the result as a picture; `to_svg`, `to_dot`, `to_mermaid` and `to_json` convert it. May be called at
-    any time in the context, also from another thread while a backward pass is running.
+    any time in the context, even from another thread while a backward pass is running.
 
     Args:
         context_id: The id that `context` returned.
@@ -248,7 +255,9 @@ def graph(context_id: int, roots: Tensors = (), *, timeout: float = 2.0) -> Dist
         timeout: Seconds to wait for answers. Workers that do not answer are shown with what others know of them.
 
     Raises:
+        ConfigurationError: The timeout is not a positive number.
         TypeError: `roots` is neither a tensor nor a sequence.
+        NotInitialized: This process is not a worker.
         AutogradError: A root is not a tensor that requires grad.
         UnknownContext: The context was released, or this worker does not take part in it.
     """

@@ -220,7 +220,7 @@ class BackwardPass:
         is_awaited = self.state.awaits(message_id, receiver)
         if is_awaited is None and gradients is not None:
             raise AutogradError(
-                f"received a gradient for message {message_id:#x}, which this worker did not send to worker {receiver} "
+                f"received a gradient for message {message_id:#x}, which this worker did not send to rank {receiver} "
                 f"in this context; was this worker restarted?"
             )
         if not is_awaited:  # or it was made after this worker joined, so it has no part in the loss
@@ -532,14 +532,14 @@ def follow_routes(
 ) -> dict[tuple[int, int], list[torch.Tensor | None] | None]:
     """Return the gradients of a recv, by the worker and message that its tensors came from; None where there are none."""
     if len(routes) != len(gradients):
-        raise AutogradError(f"worker {recv.peer} offered a shortcut that does not fit message {recv.message_id:#x}")
+        raise AutogradError(f"rank {recv.peer} offered a shortcut that does not fit message {recv.message_id:#x}")
     sums = sum_by_origin([route[1:3] for route in routes], gradients)
     answers: dict[tuple[int, int], list[torch.Tensor | None] | None] = {}
     for worker, message_id, _, num_tensors in routes:
         found = sums.get(message_id)
         if found and (num_tensors > _MOST_TENSORS or not all(0 <= number < num_tensors for number in found)):
             raise AutogradError(
-                f"worker {recv.peer} offered a shortcut to tensors that message {message_id:#x} does not have"
+                f"rank {recv.peer} offered a shortcut to tensors that message {message_id:#x} does not have"
             )
         answers[worker, message_id] = [found.get(number) for number in range(num_tensors)] if found else None
     return answers

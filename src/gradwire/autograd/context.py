@@ -335,8 +335,11 @@ class DistAutogradContext:
 
     @property
     def has_undecided_pass(self) -> bool:
-        """Return whether a pass has finished here, but its root has not reported yet whether it was committed."""
-        return any(item.is_undecided for item in list(self.passes.values()))
+        return bool(self._undecided_passes())
+
+    def _undecided_passes(self) -> list[BackwardPass]:
+        """Return the passes that have finished here, but whose root has not reported yet whether they were committed."""
+        return [item for item in list(self.passes.values()) if item.is_undecided]
 
     def wait_gradients(self, timeout_s: float) -> GradientTable:
         """Return the sums of committed passes. Wait for a pass that has finished here but is not decided yet."""
@@ -344,11 +347,12 @@ class DistAutogradContext:
             deadline = time.monotonic() + timeout_s
             with while_waiting(), self._lock:
                 self._changed = self._changed or threading.Condition(self._lock)
-                while self.has_undecided_pass:
+                while undecided := self._undecided_passes():
                     if time.monotonic() > deadline:
                         raise RpcTimeout(
-                            f"a backward pass of context {self.context_id} has finished on this worker, but its root "
-                            f"did not report within {timeout_s:g} s whether it was committed"
+                            f"timed out after {timeout_s:g} s waiting for rank {undecided[0].root}, which started a "
+                            f"backward pass of context {self.context_id}, to commit or abort it; call "
+                            f"gradwire.autograd.explain({self.context_id}) to see what it waits for"
                         )
                     _interrupts.wait(self._changed, _SLICE_S)
         self.check_alive()
@@ -437,7 +441,7 @@ class Quotas:
             used = self.used.get(worker, 0) + num_bytes
             if used > self._limit:
                 raise LimitExceeded(
-                    f"the autograd contexts, messages and backward passes of worker {worker} would take more than "
+                    f"the autograd contexts, messages and backward passes of rank {worker} would take more than "
                     f"{self._limit} bytes here (Limits.autograd_bytes). Release contexts that are no longer needed, or "
                     f"raise that limit on rank {self._own}"
                 )
@@ -531,7 +535,7 @@ class DistAutogradContainer:
                 + (
                     f"It was released {where}"
                     if where
-                    else f"Worker {self.worker} has never taken part in it; pass the id that autograd.context() returned"
+                    else f"Rank {self.worker} has never taken part in it; pass the id that autograd.context() returned"
                 )
             )
         return context

@@ -81,7 +81,7 @@ class GraphMessage(msgspec.Struct, frozen=True):
         num_tensors: Tensors in it that require grad.
         num_bytes: Their size; None if the sender did not answer.
         has_arrived: Whether the receiver has it; True if the receiver did not answer.
-        waits_for: Worker whose gradient for it a running backward pass waits for; empty if none does.
+        waits_for: Worker from which a running backward pass awaits the gradient of this message; empty if none.
         time_s: Seconds from its send to its recv; None unless events were observed (`gradwire.observe`) on both workers.
     """
 

@@ -229,7 +229,7 @@ class DistEngine:
     def _leave(self, current: BackwardPass) -> None:
         """End a pass after Ctrl-C: the others must not wait for this worker."""
         if not current.state.is_over:
-            self.fail(current, AutogradError("backward was interrupted"), "backward")
+            self.fail(current, AutogradError("backward was interrupted"), "running backward")
         self._tell_all(current.followers, "autograd.commit", CommitPass(current.context.context_id, current.pass_id))
 
     def _wait_over(self, current: BackwardPass) -> None:
@@ -282,7 +282,7 @@ class DistEngine:
                         operation = "reporting to the root"
                         following += self._report(current, action)  # type: ignore[arg-type]
                     else:
-                        operation = "telling others"
+                        operation = "notifying other workers"
                         self._do(current, action)
                 for action in runs[1:]:  # components run side by side
                     self._perform_soon(current, [action])
@@ -317,7 +317,7 @@ class DistEngine:
             self._take_abort(current, action.abort)
         elif isinstance(action, Fail) and action.lost is not None:
             name = self._names.get(action.lost) or self.name_of(action.lost)
-            self.fail(current, WorkerLost(f"worker {name} is lost", name), "taking reports")
+            self.fail(current, WorkerLost(f"worker {name} is lost", name), "waiting for reports")
 
     def _report(self, current: BackwardPass, report: Report) -> list[Action]:
         """Report to the root that everything here is done; on the root, return the next actions."""
@@ -669,7 +669,7 @@ class DistEngine:
         creator = creator_of(context_id)
         if not self.tell(creator, "autograd.holds", HoldsContext(context_id), is_urgent=False):
             where = (
-                f"because worker {creator}, which made it, and the worker that sent it to {self.worker} are unreachable"
+                f"because rank {creator}, which made it, and the worker that sent it to {self.worker} are unreachable"
             )
             self._release(context_id, where, creator, is_suspected=True)
 

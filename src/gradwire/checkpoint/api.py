@@ -123,8 +123,7 @@ def save(
     each rank writes its shards, and rank 0 everything else.
 
     If a worker crashes, the directory holds the old checkpoint or the new one. Do not train during a save: each worker
-    saves its
-    parameters at one moment, but the moments of two workers may differ by a step.
+    saves its parameters at one moment, but the moments of two workers may differ by a step.
 
     Args:
         directory: A directory that all workers share; created if necessary. It holds one checkpoint.
@@ -133,7 +132,8 @@ def save(
             of these.
         progress: None shows a bar in a terminal, False shows nothing; a function is called with the bytes written and the
             total bytes.
-        timeout: Seconds until a worker fails; for ranks, the timeout of their process group applies.
+        timeout: Seconds to wait for a worker before it counts as failed; for ranks, the timeout of their process group
+            applies.
         process_group: The group whose ranks save together; needed only if all sharded tensors are inside of objects that
             are neither modules nor sharded optimizers.
 
@@ -145,6 +145,7 @@ def save(
         CheckpointBusy: Another process is saving to that directory.
         CheckpointWriteFailed: A worker could not write; the previous checkpoint is intact.
         CheckpointError: A worker died or did not answer; the previous checkpoint is intact.
+        ConfigurationError: The sharded tensors are in several process groups.
     """
     place, group = Directory(directory), group_of(state, process_group)
     with events.Span("checkpoint", "save", worker_name, details=lambda: {"path": str(place.path)}) as span:
@@ -165,8 +166,7 @@ def load(
     """Fill objects from a checkpoint, on any workers, and return the values that were saved beside them.
 
     Sharded tensors may be sharded differently than when they were saved: each shard reads its own region. With sharded
-    tensors of
-    a process group, every rank calls this with the same names.
+    tensors of a process group, every rank calls this with the same names.
 
     Everything is compared and checked before anything is changed. Entries of the checkpoint without an object are ignored.
 
@@ -174,10 +174,9 @@ def load(
         directory: Directory of the checkpoint, which all workers with objects to fill must see.
         objects: Objects to fill, by the names that they were saved under.
         strict: Require the same names and dtypes in objects and checkpoint. If False, common names are loaded, and
-            converted.
-            Shapes must always be the same.
+            converted. Shapes must always be the same.
         progress: As for `save`.
-        timeout: Seconds until a worker fails, in each phase.
+        timeout: Seconds to wait for a worker before it counts as failed, in each phase.
         process_group: As for `save`.
 
     Returns:
@@ -188,7 +187,10 @@ def load(
         CheckpointDamaged: A file has changed since it was written. No object was changed, unless the message says so: a file
             may be damaged while objects are being filled.
         CheckpointMismatch: The checkpoint does not fit the objects; nothing was changed.
-        CheckpointError: `load_state_dict` of an object raised, or a worker died; other objects may have been filled.
+        CheckpointBusy: Another process is removing old files from the directory.
+        CheckpointError: The index cannot be read, or has another format or version; nothing was changed. Or
+            `load_state_dict` of an object raised, or a worker died; other objects may have been filled.
+        ConfigurationError: The sharded tensors are in several process groups.
     """
     place, wanted = Directory(directory), {} if objects is None else objects
     group = group_of(wanted, process_group)
@@ -208,6 +210,8 @@ def read(directory: PathLike, *, progress: ProgressOption = None) -> dict[str, A
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is missing.
         CheckpointDamaged: A file has changed since it was written.
+        CheckpointBusy: Another process is removing old files from the directory.
+        CheckpointError: The index cannot be read, or has another format or version.
     """
     place = Directory(directory)
     with place.reading() as index:
@@ -227,6 +231,8 @@ def verify(directory: PathLike, *, progress: ProgressOption = None) -> Summary:
     Raises:
         CheckpointMissing: There is no checkpoint, or a file of it is missing.
         CheckpointDamaged: A file has changed since it was written; the message names the file and the tensor.
+        CheckpointBusy: Another process is removing old files from the directory.
+        CheckpointError: The index cannot be read, or has another format or version.
     """
     place = Directory(directory)
     with place.reading() as index:
@@ -243,6 +249,7 @@ def inspect(directory: PathLike) -> Summary:
     Raises:
         CheckpointMissing: There is no index.
         CheckpointDamaged: The index is damaged.
+        CheckpointError: The index cannot be read, or has another format or version.
     """
     place = Directory(directory)
     return _summarize(place.path, place.read_index())

@@ -169,10 +169,7 @@ class Directory:
     def reading(self) -> Iterator[Index]:
         """Yield the index; inside the block no save removes a file that it names."""
         with contextlib.ExitStack() as stack:
-            try:
-                folder = stack.enter_context(self.open())
-            except OSError as error:
-                raise self._no_checkpoint() from error
+            folder = stack.enter_context(self._open_existing())
             self._read_index(folder)  # leave no lock where there is no checkpoint
             descriptor = folder.open_lock(READERS_LOCK)
             if descriptor is not None:
@@ -182,11 +179,18 @@ class Directory:
 
     def read_index(self) -> Index:
         """Return the index as it is now; raises as `reading` does."""
+        with self._open_existing() as folder:
+            return self._read_index(folder)
+
+    def _open_existing(self) -> Folder:
         try:
-            with self.open() as folder:
-                return self._read_index(folder)
+            return self.open()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise self._no_checkpoint() from error
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot open the checkpoint directory {self.path}: {error.strerror}", str(self.path)
+            ) from error
 
     def _read_index(self, folder: Folder) -> Index:
         path = self.path / INDEX_NAME
@@ -211,7 +215,7 @@ class Directory:
         If the block raises before the new index is in its place, all files of the generation are removed.
         """
         with contextlib.ExitStack() as stack:
-            with _write_errors("make", self.path):
+            with _write_errors("create", self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
                 folder = stack.enter_context(self.open())
                 descriptor = folder.open_file(WRITER_LOCK, os.O_RDWR | os.O_CREAT)

@@ -167,7 +167,10 @@ class LoadPlan:
         self.values = {} if values is _NOTHING else values
         if self.parts.elsewhere and is_here_only:
             elsewhere = ", ".join(self.parts.elsewhere)
-            raise CheckpointError(f"ranks fill only their own objects, and not those on {elsewhere}")
+            raise CheckpointError(
+                f"the ranks of a process group cannot load objects on other workers ({elsewhere}); load those in a separate "
+                "call from one RPC worker"
+            )
         self._raise_problems(path)
         self.orders = {worker: self._order(saved) for worker, saved in self._saved.items()}
         self.needed = {worker: list(order.tensors) for worker, order in self.orders.items()}

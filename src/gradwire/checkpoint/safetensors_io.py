@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -131,9 +132,10 @@ def write_file(
         raise CheckpointWriteFailed(f"worker {worker} cannot write {path}: it already exists", file_name) from error
     except OSError as error:
         text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
-        raise CheckpointWriteFailed(
-            f"{text}. Free some space there, or save to another directory", file_name, name
-        ) from error
+        advice = "Save to a directory that every worker can write to"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            advice = "Free some space there, or save to another directory"
+        raise CheckpointWriteFailed(f"{text}. {advice}", file_name, name) from error
     return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries
 
 

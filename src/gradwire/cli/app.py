@@ -147,7 +147,8 @@ def run(
 def compat(program: _Program, args: _Arguments = None, is_module: _IsModule = False) -> None:
     """Run an unmodified torch program on gradwire.
 
-    torch.distributed.rpc, .autograd, .optim and ._shard are gradwire's in that program and in the processes it starts.
+    Replaces torch.distributed.rpc, .autograd, .optim, ._shard and .nn.RemoteModule with gradwire in the program and in
+    every process it starts.
 
     [bold]Examples[/]
 
@@ -235,7 +236,7 @@ def dashboard(
     cluster: _Cluster = None,
     opens_browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser.")] = False,
 ) -> None:
-    """Print a link to the live page of a running cluster: workers, graph, time line, errors, references, stacks.
+    """Print a link to the live page of a running cluster: workers, graph, timeline, errors, references, stacks.
 
     The driver of the cluster serves the page, on this machine alone. Each link works once.
 
@@ -263,10 +264,16 @@ def trace(
     ] = 10.0,
     profile: Annotated[bool, typer.Option("--profile", help="Record the operators of torch as well.")] = False,
     max_events: Annotated[
-        int, typer.Option("--max-events", metavar="N", min=1, help="Events to keep of each worker: the last ones.")
+        int,
+        typer.Option(
+            "--max-events",
+            metavar="N",
+            min=1,
+            help="Maximum number of events kept per worker; the oldest are dropped.",
+        ),
     ] = 200_000,
 ) -> None:
-    """Record what happens on all workers of a running cluster, as one time line.
+    """Record what happens on all workers of a running cluster, as one timeline.
 
     Open the file in the Perfetto UI, https://ui.perfetto.dev, which reads it in the browser.
 
@@ -303,7 +310,9 @@ def init(
     folder: _Folder,
     names: Annotated[
         Optional[list[str]],  # noqa: UP045
-        typer.Option("--name", help="A worker; may be repeated. [dim]default: one certificate for every worker[/]"),
+        typer.Option(
+            "--name", help="Name of a worker; may be repeated. [dim]default: one certificate for every worker[/]"
+        ),
     ] = None,
     days: _Days = 365,
 ) -> None:
@@ -343,11 +352,16 @@ def sign(
     folder: Annotated[Path, typer.Option("--keys", help="Folder of the authority.", show_default=False)],
     output: Annotated[
         Optional[Path],  # noqa: UP045
-        typer.Option("--output", "-o", help="The certificate. [dim]default: REQUEST with .pem[/]", show_default=False),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Where to write the certificate. [dim]default: REQUEST with .pem[/]",
+            show_default=False,
+        ),
     ] = None,
     days: _Days = 365,
 ) -> None:
-    """Sign a request, for a worker whose name you decide.
+    """Sign a certificate request; --name decides which worker the certificate is valid for.
 
     Compare the fingerprint with the one that `gradwire keys request` showed on the other machine.
 
@@ -374,8 +388,10 @@ def show(
 
 
 @_command(keys)
-def secret(file: Annotated[Path, typer.Argument(metavar="FILE")]) -> None:
-    """Write a random secret that all ranks of a `Cluster.from_env()` over several machines read.
+def secret(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File to create, with mode 0600; it must not exist.")],
+) -> None:
+    """Create a random secret, shared by all ranks of a `Cluster.from_env()` that spans several machines.
 
     [bold]Example[/]
 

@@ -299,7 +299,9 @@ class ForkServerProcess:
         poller.register(self._channel, select.POLLIN)
         while not _interrupts.poll(poller, max(0.0, min(deadline - time.monotonic(), REFRESH_S)) * 1000):
             if time.monotonic() >= deadline:
-                raise WorkerStartFailed("the fork server did not import torch in time; raise start_timeout_s")
+                raise WorkerStartFailed(
+                    "the fork server did not import torch in time; raise start_timeout_s (timeout for add_workers)"
+                )
             on_wait()
         message = self.receive()
         if not isinstance(message, ForkServerReady):

@@ -362,7 +362,10 @@ class Cluster:
             port_range: First and last port on which they may listen; any free port if not given.
 
         Raises:
-            ConfigurationError: No launcher was found, or the ranks are on several machines and have no secret or keys.
+            ConfigurationError: No launcher was found, the ranks are on several machines and have no secret or keys, or a
+                cluster is already open.
+            RendezvousFailed: Rank 0 could not be reached in time.
+            AuthenticationFailed: Ranks that share a folder are not on one machine, and have no secret or keys.
             WorkerStartFailed: A rank did not arrive or could not become a worker; the message names it.
             SystemExit: In every rank but 0, when the driver has exited.
         """
@@ -454,7 +457,8 @@ class Cluster:
             max_restarts: Restarts of one worker within a minute; see `local`.
 
         Raises:
-            ConfigurationError: An option is wrong, submitit is not installed, or Slurm is not available.
+            ConfigurationError: An option is wrong, submitit is not installed, Slurm is not available, or a cluster is
+                already open.
             WorkerStartFailed: The job failed or did not start in time; the message includes its id, state and log.
         """
         from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
@@ -509,7 +513,8 @@ class Cluster:
         Args:
             function: Called with one item.
             items: The items, consumed as workers become free.
-            timeout: Seconds for all items together; if not given, each call has the cluster's `rpc_timeout`.
+            timeout: Seconds for all items together; if not given, each call has the cluster's `rpc_timeout`. 0 does not
+                mean "no limit" here: it times out at once.
 
         Returns:
             The results, in the order of the items.
@@ -538,6 +543,7 @@ class Cluster:
         Raises:
             ConfigurationError: An option is wrong, or a worker has that name.
             WorkerStartFailed: One did not become ready; none was added.
+            NotInitialized: The cluster is closed.
         """
         check_count("n", n, MAX_WORKERS)
         check_names([role] if names is None else names, 1 if names is None else n)
@@ -552,6 +558,7 @@ class Cluster:
 
         Raises:
             UnknownWorker: The cluster has no such worker.
+            NotInitialized: The cluster is closed.
         """
         name = worker if isinstance(worker, str) else worker.name
         for member in self._monitor.members():
@@ -574,6 +581,7 @@ class Cluster:
         Raises:
             RpcTimeout: Fewer than `n` workers serve calls when the timeout passes.
             WorkerLost: Fewer than `n` workers are left, and the others are not restarted.
+            NotInitialized: The cluster is closed.
         """
         return tuple(member.worker for member in self._monitor.wait_for(n, timeout))
 
@@ -587,19 +595,22 @@ class Cluster:
 
         Returns:
             A function that removes the callback.
+
+        Raises:
+            NotInitialized: The cluster is closed.
         """
         return self._monitor.on_membership(callback)
 
     def trace(self, *paths: PathLike, profile: bool = False, max_events: int = DEFAULT_EVENTS) -> Trace:
-        """Record what happens on all workers and the driver while a block runs, and write it as one time line.
+        """Record what happens on all workers and the driver while a block runs, and write it as one timeline.
 
         Example::
 
             with cluster.trace("run.zip"):
                 train()
 
-        Open the file in the Perfetto UI: calls and backward passes of all workers are on one time line, with arrows from
-        the worker that sends to the one that receives. The files are written when the block ends, also by an exception.
+        Open the file in the Perfetto UI: calls and backward passes of all workers are on one timeline, with arrows from
+        the worker that sends to the one that receives. The files are written when the block ends, even with an exception.
         If a worker is lost, its events are missing, and `Trace.workers` and the file say so.
 
         Args:
@@ -669,19 +680,20 @@ class Cluster:
         return status if usage is None else self._with_usage(status, usage)
 
     def metrics(self) -> ClusterMetrics:
-        """Return the metrics of all workers and of the driver, for Prometheus; count and time calls from the first call on.
+        """Return the metrics of all workers and the driver, for Prometheus.
 
+        Calls are counted and timed from the first time this method is called.
         ``cluster.metrics().serve(port=9464)`` serves them over HTTP. It needs ``pip install 'gradwire[metrics]'``.
 
         Raises:
             ConfigurationError: prometheus_client is not installed.
-            WorkerLost: The cluster was closed.
+            NotInitialized: The cluster is closed.
         """
         from gradwire.cluster.cluster_metrics import ClusterMetrics
 
         with self._lock:
             if self._is_closed:
-                raise WorkerLost("this cluster was closed, so there is nothing to measure")
+                raise NotInitialized("this cluster is closed; start another one")
             found = self._metrics
         if found is None:
             made = ClusterMetrics(self._agent, self._scraped_members)  # asks the workers
@@ -737,12 +749,12 @@ class Cluster:
     def dashboard(self, port: int = 0) -> Dashboard:
         """Open the dashboard of this cluster, on this machine's loopback.
 
-        It shows the workers, the graph and the time line of the latest steps, errors, references and stacks: see
+        It shows the workers, the graph and the timeline of the latest steps, errors, references and stacks: see
         :doc:`Monitoring and tracing </guides/seeing>`. It is closed with the cluster. Needs
         ``pip install 'gradwire[dashboard]'``.
 
         Args:
-            port: Port to listen on; any free port if not given. Of a dashboard that is open already, this must be its port.
+            port: Port to listen on; any free port if not given. If the dashboard is already open, pass its port or 0.
 
         Returns:
             The dashboard, the same one while it is open; its `url` is a link that works once.

@@ -143,11 +143,13 @@ class ClusterMetrics:
         Raises:
             ConfigurationError: A port is in use, or prometheus_client is not installed there; other workers may serve.
             WorkerLost: A worker was lost meanwhile.
+            RpcTimeout: A worker did not start its server within 10 s.
         """
         check_port(port)
         members = [member for member in self._members() if member.is_running]
-        if port and port + max((member.rank for member in members), default=0) > 65_535:
-            raise ConfigurationError(f"port {port} is too high for the ranks of the workers; the last one is 65535")
+        last = max((member.rank for member in members), default=0)
+        if port and port + last > 65_535:
+            raise ConfigurationError(f"port {port} plus the highest rank ({last}) exceeds 65,535; pass a lower port")
         asked = {}
         for member in members:
             args = (host, port + member.rank if port else 0)

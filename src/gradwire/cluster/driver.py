@@ -43,8 +43,12 @@ class ClusterOptions:
         check_count("threads_per_worker", self.threads_per_worker, 1 << 16)
         if not self.start_timeout_s > 0:
             raise ConfigurationError(f"start_timeout_s must be positive, not {self.start_timeout_s}")
-        if not all(isinstance(text, str) for pair in (self.environment or {}).items() for text in pair):
-            raise ConfigurationError(f"env must map strings to strings: {dict(self.environment or {})!r}")
+        pairs = (self.environment or {}).items()
+        wrong = [pair[0] for pair in pairs if not all(isinstance(text, str) for text in pair)]
+        if wrong:  # values are not shown: they may be secrets
+            raise ConfigurationError(
+                f"env must map strings to strings; these keys or their values are not strings: {wrong}"
+            )
         if isinstance(self.imports, str) or not all(isinstance(module, str) for module in self.imports):
             raise ConfigurationError(f"imports must be a list of module names, not {self.imports!r}")
         if self.roles is not None:

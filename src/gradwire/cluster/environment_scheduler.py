@@ -90,7 +90,7 @@ def choose_auth(
 
 _PROOF_HINT = (
     f"Give every rank the same secret ({SECRET_FILE}=<file readable only by you>) or keys ({KEYS_FOLDER}=<folder of "
-    "make_keys>, or tls=); `gradwire keys` creates both"
+    "make_keys>, or tls=); create them with `gradwire keys secret` or `gradwire keys init`"
 )
 
 
@@ -159,7 +159,10 @@ def _connect_store(host: str, port: int, deadline: float) -> Any:
             return _make_store(host, port, False, deadline, None)
         except (OSError, RuntimeError) as error:
             if time.monotonic() >= deadline:
-                raise RendezvousFailed(f"rank 0 did not listen at tcp://{host}:{port}: {error}") from error
+                raise RendezvousFailed(
+                    f"timed out waiting for rank 0 at tcp://{host}:{port}: {error}; check MASTER_ADDR and MASTER_PORT, or "
+                    "raise start_timeout_s"
+                ) from error
             _interrupts.sleep(_LOOK_S)
 
 

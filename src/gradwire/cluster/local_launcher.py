@@ -214,7 +214,8 @@ class LocalLauncher(Launcher):
             return
         if not _interrupts.acquire(self._renewal, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
             raise WorkerStartFailed(
-                "the fork server was killed, and its replacement was not ready in time; raise start_timeout_s"
+                "the fork server was killed, and its replacement was not ready in time; raise start_timeout_s (timeout "
+                "for add_workers)"
             )
         try:
             old_server, old_supervisor = self._fork_server, self._supervisor
@@ -223,7 +224,8 @@ class LocalLauncher(Launcher):
             # The thread of the supervisor tells of each worker's end first.
             if not old_supervisor.wait_until(lambda: old_supervisor.has_ended, max(0.0, deadline - time.monotonic())):
                 raise WorkerStartFailed(
-                    "the fork server was killed, and its workers did not exit in time; raise start_timeout_s"
+                    "the fork server was killed, and its workers did not exit in time; raise start_timeout_s (timeout "
+                    "for add_workers)"
                 )
             if not self.folder.is_dir():
                 raise WorkerStartFailed(
@@ -305,7 +307,10 @@ def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> N
     late = [worker for worker in workers if not _is_ready(worker)]
     if late:
         names = ", ".join(worker.handle.info.name for worker in late)
-        raise WorkerStartFailed(f"not ready after {timeout_s:g} s: {names}; raise start_timeout_s. {_printed(late[0])}")
+        raise WorkerStartFailed(
+            f"not ready after {timeout_s:g} s: {names}; raise start_timeout_s (timeout for add_workers). "
+            f"{_printed(late[0])}"
+        )
 
 
 def _printed(worker: LocalWorker) -> str:

@@ -43,8 +43,8 @@ def set_log_level(level: LogLevel | int, *, workers: bool = True) -> None:
     their records have the attributes ``worker`` and ``context_id``.
 
     Args:
-        level: ``"debug"``, ``"info"``, ``"warning"`` (the default of Python), ``"error"``, ``"critical"``, or a number of
-            `logging`.
+        level: ``"debug"``, ``"info"``, ``"warning"`` (Python's default), ``"error"``, ``"critical"``, or a numeric
+            level of `logging`.
         workers: Also set it on all workers of the cluster that this process drives or starts later.
 
     Raises:

@@ -214,7 +214,7 @@ def read_secret(path: str | Path) -> SharedSecret:
         )
     if len(content) < _SECRET_BYTES:
         raise ConfigurationError(
-            f"{file} ({SECRET_FILE}) has {len(content)} bytes, but a secret needs {_SECRET_BYTES}; create one with "
-            "`gradwire keys`"
+            f"{file} ({SECRET_FILE}) has {len(content)} bytes, but a secret needs {_SECRET_BYTES}; remove it "
+            f"and run `gradwire keys secret {file}`"
         )
     return SharedSecret(content)

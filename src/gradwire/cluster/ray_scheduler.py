@@ -500,8 +500,8 @@ class RayScheduler(Scheduler):
             if waiting and time.monotonic() >= deadline:
                 late = ", ".join(process.place for process in waiting.values())
                 raise WorkerStartFailed(
-                    f"Ray has not started the process in time: {late}. If it installs a runtime_env, raise start_timeout_s; "
-                    "`ray list actors` and `ray status` show what Ray is waiting for"
+                    f"Ray has not started the process in time: {late}. If it installs a runtime_env, raise start_timeout_s "
+                    "(timeout for add_workers); `ray list actors` and `ray status` show what Ray is waiting for"
                 )
 
     def _watch(self, processes: Sequence[RayProcess]) -> None:

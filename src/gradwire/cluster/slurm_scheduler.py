@@ -298,7 +298,8 @@ class _Job:
     def describe_end(self, number: int, state: str) -> str:
         if state.startswith("PENDING"):
             return (
-                f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s, or request fewer resources."
+                f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s (timeout for add_workers), or "
+                "request fewer resources."
             )
         paths = self._paths(number)
         for log in (paths.stderr, paths.stdout):

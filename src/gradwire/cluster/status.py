@@ -75,7 +75,8 @@ class WorkerStatus:
         device: The device that it computes on: ``cpu``, or an accelerator that it has used, such as ``cuda:0``.
         device_bytes: Memory of its tensors on accelerators; None if it uses none, or the backend does not report it.
         calls_served: Number of calls answered; None if the worker did not respond.
-        calls_per_s: Calls answered per second since the last status, or in the last five seconds if there were more.
+        calls_per_s: Calls answered per second, over about the last five seconds, or since the previous status (at first,
+            since the start) if that is longer ago.
         bytes_sent: Bytes sent to other workers and the driver, through sockets and shared memory.
         bytes_received: Bytes received from them.
         num_running: Calls that are running, or wait for calls of their own.

@@ -1,4 +1,4 @@
-"""`Cluster.trace`: records what happens on all workers, and writes it as one time line."""
+"""`Cluster.trace`: records what happens on all workers, and writes it as one timeline."""
 
 from __future__ import annotations
 
@@ -75,14 +75,14 @@ _active: dict[int, Trace] = {}  # the trace under way of each driver, by the id 
 
 @dataclass(frozen=True, slots=True)
 class WorkerTrace:
-    """What a trace has of one worker.
+    """Summary of one worker's part of a trace.
 
     Attributes:
         name: Name of the worker.
         num_events: Events in the trace.
         num_dropped: Earlier events that there was no room for; see `max_events` of `gradwire.Cluster.trace`.
         clock_offset_ns: How far its clock is ahead of the driver's.
-        clock_error_ns: The most by which that may be wrong.
+        clock_error_ns: Maximum error of `clock_offset_ns`.
         problem: Why events are missing, such as the loss of the worker; None if none are.
     """
 
@@ -99,7 +99,7 @@ class Trace:
 
     Attributes:
         paths: The files.
-        workers: What the files have of each worker; empty until the block has ended.
+        workers: Summary for each worker; empty until the block has ended.
     """
 
     def __init__(

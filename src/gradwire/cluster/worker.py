@@ -63,6 +63,8 @@ class Worker:
     def with_timeout(self, timeout: float | None) -> Worker:
         """Return a handle on the same worker with another timeout: ``worker.with_timeout(5).call(f)``.
 
+        Applies to `call` and `submit`, not to `module`.
+
         Args:
             timeout: Seconds; 0 for no timeout, None for the cluster's `rpc_timeout`.
         """
@@ -83,9 +85,12 @@ class Worker:
             **kwargs: Its keyword arguments.
 
         Raises:
-            CannotSend: An argument or the result cannot be sent.
+            CannotSend: The function, an argument or the result cannot be sent.
+            LimitExceeded: The message is larger than `Limits` allows.
             RpcTimeout: The deadline passed.
             WorkerLost: The worker died; the message says whether it is being restarted.
+            NotExposed, NoSuchFunction: The worker does not offer the function.
+            NotInitialized: The cluster is closed.
             Exception: The function's exception, with its own type if that is known here.
         """
         return self._agent.call(self.name, function, args, kwargs, self._timeout_s)
@@ -100,8 +105,11 @@ class Worker:
         """Start a call on this worker and return a `torch.futures.Future`; takes the arguments of `call`.
 
         Raises:
-            CannotSend: An argument cannot be sent.
+            CannotSend: The function or an argument cannot be sent.
+            LimitExceeded: The message is larger than `Limits` allows.
+            RpcTimeout: The call could not be sent before the deadline.
             WorkerLost: The worker died.
+            NotInitialized: The cluster is closed.
         """
         return self._agent.submit(self.name, function, args, kwargs, self._timeout_s)
 
@@ -118,6 +126,8 @@ class Worker:
 
         Raises:
             CannotSend: An argument cannot be sent.
+            RpcTimeout: The module was not created within the cluster's `rpc_timeout`.
             WorkerLost: The worker died.
+            Exception: The exception that `module_cls` raised.
         """
         return RemoteModule(self.name, module_cls, args, kwargs)

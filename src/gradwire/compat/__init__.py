@@ -29,7 +29,7 @@ _lock = threading.Lock()  # guards _installed and _depth
 
 
 def install() -> None:
-    """Replace torch's functions and classes by gradwire's, in imported modules and in those that are imported later.
+    """Replace torch's functions and classes with gradwire's, in imported modules and in those that are imported later.
 
     Workers need not be running. Each call needs its own `uninstall`; only the first one has an effect.
 

@@ -145,7 +145,8 @@ def _resolve(operation: str, function: Callable[..., Any] | str) -> Callable[...
         return function
     found = agent.codec.find(function)
     if found is None or (agent.trust == "data" and found.__module__.startswith("gradwire.")):
-        raise NotExposed(f"{function!r} does not name a class or function for {PREFIX}{operation} on this worker")
+        where = f"on worker {agent.info.name}"
+        raise NotExposed(f"{function!r} does not name a class or function for {PREFIX}{operation} {where}")
     return found
 
 

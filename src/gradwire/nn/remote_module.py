@@ -74,13 +74,14 @@ class RemoteModule(nn.Module):
 
     Attributes:
         on: The owner's name, or rank if it was given by rank.
-        device: The module's device there, that of its first parameter, when this handle was made, first asked for it, or
-            used to move it.
+        device: Device of the module's first parameter on the owner, as of when this handle was created, first asked for
+            it, or last moved it.
         is_device_map_set: Whether this worker has a device map for the owner.
         module_rref: The reference to the module.
 
     Raises:
         ConfigurationError: `remote_device` or `concurrency` is not valid.
+        RuntimeError: The device does not exist in torch.
         NotInitialized: This process is not a worker.
         UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
         Exception: The exception that `module_cls` raised on the owner.
@@ -129,6 +130,7 @@ class RemoteModule(nn.Module):
 
         Raises:
             ConfigurationError: `remote_device` is not valid.
+            RuntimeError: The device does not exist in torch.
         """
         module_owner.parse_placement(remote_device)
         made = RemoteModule.__new__(RemoteModule)
@@ -215,7 +217,7 @@ class RemoteModule(nn.Module):
         """Return references to the parameters with their names, in the module's order.
 
         Args:
-            recurse: Include the parameters of submodules, also of those that are remote modules.
+            recurse: Include the parameters of submodules, including those that are remote modules.
         """
         found: list[tuple[str, RRef[nn.Parameter]]] = self._ask("parameters", recurse)
         return found
@@ -224,7 +226,7 @@ class RemoteModule(nn.Module):
         """Return references to the parameters, in the module's order, for an optimizer.
 
         Args:
-            recurse: Include the parameters of submodules, also of those that are remote modules.
+            recurse: Include the parameters of submodules, including those that are remote modules.
         """
         return [rref for _, rref in self.named_remote_parameters(recurse)]
 

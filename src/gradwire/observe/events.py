@@ -1,6 +1,6 @@
 """Events: what happens on the workers of this process, told to all who subscribed.
 
-They are the one source of traces, metrics and time lines. Nothing is observed until `subscribe` is called. Until then, a
+They are the one source of traces, metrics and timelines. Nothing is observed until `subscribe` is called. Until then, a
 place that could tell something pays for reading `sink` and comparing it with None, and takes no time stamps:
 
     began = time.monotonic_ns() if events.sink is not None else 0

@@ -1,7 +1,7 @@
 """Traces for the Perfetto UI and Perfetto's trace processor. Needs the package ``perfetto``.
 
     run.zip
-      perfetto_manifest.json   the clock of the time line; workers, offsets of their clocks, and what is missing
+      perfetto_manifest.json   the clock of the timeline; workers, offsets of their clocks, and what is missing
       cluster.pftrace          all workers: each is a process, each of its threads a track
 
 All workers are in one file, with the times of the driver's clock: Perfetto draws arrows only inside of a file.
@@ -48,7 +48,7 @@ def load_protos() -> Any:
 
 
 def write_archive(file: IO[bytes], parts: Sequence[WorkerEvents], attributes: Mapping[str, str | int]) -> None:
-    """Write an archive that the Perfetto UI opens as one time line."""
+    """Write an archive that the Perfetto UI opens as one timeline."""
     manifest = {
         "perfetto_manifest": {
             "version": 1,

@@ -1,4 +1,4 @@
-"""The events of all workers on tracks of one time line, for the files that show it. Pure.
+"""The events of all workers on tracks of one timeline, for the files that show it. Pure.
 
 A thread is a track: what happens in it is nested as its calls are. What belongs to no thread (calls that are not waited for,
 requests in a queue, passes of other workers) is on tracks of its own, as many as overlap, up to a bound.
@@ -74,7 +74,7 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """A row of a time line.
+    """A row of a timeline.
 
     Attributes:
         title: Its name.

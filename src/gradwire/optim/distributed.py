@@ -52,6 +52,13 @@ from gradwire.types import is_class
 Contexts = int | Iterable[int]
 
 _SHOWN_PROBLEMS = 10  # in an error
+_PUBLIC_NAMES = {  # of the operations that owners perform, for errors
+    "named_state": "state_dict",
+    "state_problems": "load_state_dict",
+    "load_named_state": "load_state_dict",
+    "norms": "clip_grad_norm_",
+    "is_finite": "unscale_",
+}
 
 
 class DistributedOptimizer(torch.optim.Optimizer):
@@ -162,6 +169,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
             grown = [owner for owner in old if owner.name in answers.values]
             ask_all(grown, "remove_groups", lambda _: (first,), UNSET_RPC_TIMEOUT)
             text = f"{name} could not be created on every worker that owns parameters: {answers.explain()}"
+            if self._is_made:
+                text = (
+                    f"the parameter group could not be added on every worker that owns parameters: "
+                    f"{answers.explain()}; nothing was added"
+                )
             raise OptimizerNotMade(text, answers.failed) from answers.first_failure
         self._owners.update(made)
         defaults: Options = {}
@@ -180,7 +192,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _ask(self, operation: str, args_for: ArgsFor, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
         answers = ask_all(self._owners.values(), operation, args_for, timeout)
         if answers.failed:
-            text = f"{operation} failed on {len(answers.failed)} of {len(self._owners)} workers: {answers.explain()}"
+            called = _PUBLIC_NAMES.get(operation, operation)
+            text = f"{called} failed on {len(answers.failed)} of {len(self._owners)} workers: {answers.explain()}"
             raise OptimizerError(text, answers.failed) from answers.first_failure
         return answers.values
 
@@ -191,15 +204,15 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Step every parameter that has a gradient in a context; gradients of several contexts are added up.
 
         Parameters without a gradient do not change, and ``.grad`` is neither used nor changed; if no parameter has a
-        gradient,
-        there is a warning. If the step fails on some workers, the gradients are kept: call it again with the same contexts,
-        and workers that have stepped do not step again.
+        gradient, there is a warning. If the step fails on some workers, the gradients are kept: call it again with the
+        same contexts, and workers that have stepped do not step again.
 
         Args:
             context_id: The id that `gradwire.autograd.context` returned, or a list of such ids.
-            timeout: Seconds until the step of an owner fails.
+            timeout: Seconds each owner has to step.
 
         Raises:
+            ConfigurationError: `context_id` is not a context id or a list of different ones.
             UnknownContext: A context was released, or never existed here.
             OptimizerStepFailed: Some owners did not step; the error lists those that did.
             OptimizerError: A sharded parameter was resharded since the optimizer was created.
@@ -329,6 +342,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             The norm before clipping.
 
         Raises:
+            ConfigurationError, UnknownContext: As for `step`.
             OptimizerError: The norm is not finite and `error_if_nonfinite` is set, or an owner did not answer.
         """
         contexts, norm_type = check_contexts(context_id), float(norm_type)
@@ -343,7 +357,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return total
 
     def clip_grad_value_(self, context_id: Contexts, clip_value: float) -> None:
-        """Clamp the gradients of contexts to ``[-clip_value, clip_value]`` in the next step with the same contexts."""
+        """Clamp the gradients of contexts to ``[-clip_value, clip_value]`` in the next step with the same contexts.
+
+        Raises:
+            ConfigurationError, UnknownContext: As for `step`.
+        """
         self._edits.add(check_contexts(context_id), (CLAMP, float(clip_value)))
 
     def _are_finite(self, contexts: tuple[int, ...]) -> bool:
@@ -373,7 +391,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a saved state, also one from a single process or from other owners.
+        """Load a saved state, including one saved by a single process or with different owners.
 
         Raises:
             ConfigurationError: The state is for other parameters, or does not fit them; nothing was loaded.
@@ -435,8 +453,8 @@ def check_contexts(contexts: Any) -> tuple[int, ...]:
     for item in found or (None,):
         if not isinstance(item, int) or isinstance(item, bool):
             raise ConfigurationError(
-                f"step needs a context id or a list of them, not {contexts!r}; call opt.step(ctx) inside `with "
-                f"context() as ctx`"
+                f"context_id must be a context id or a list of them, not {contexts!r}; pass the ctx of `with "
+                f"gradwire.autograd.context() as ctx`"
             )
     if len(set(found)) != len(found):
         raise ConfigurationError(f"a context is listed twice: {found}; its gradients would be counted twice")

@@ -80,7 +80,7 @@ class LocalOptimizer:
 
     def __init__(self, optimizer_class: type[Any], groups: Groups, args: Sequence[Any], kwargs: Options) -> None:
         # Guards everything below: one operation at a time.
-        self._alone = snapshots.Held(threading.Lock(), "this optimizer has been busy")
+        self._alone = snapshots.Held(threading.Lock(), "another operation is using this optimizer")
         self._names: dict[torch.Tensor, str] = {}
         self._numbers: list[int] = []
         self._memory = StepMemory()
@@ -282,7 +282,8 @@ class LocalOptimizer:
         with self._alone:
             parameters = {name: parameter for parameter, name in self._names.items()}
             kind = type(self._optimizer)
-            found = [f"no parameter here is called {name!r}" for name in forms if name not in parameters]
+            where = f"on worker {current_engine().worker}"
+            found = [f"no parameter {where} is called {name!r}" for name in forms if name not in parameters]
             for name in parameters.keys() & forms.keys():
                 for key, form in forms[name].items():
                     problem = state_problem(kind, parameters[name], key, form)
@@ -303,7 +304,8 @@ class LocalOptimizer:
         unknown = sorted(set(state) - set(self._names.values()))
         if unknown:
             raise ConfigurationError(
-                f"no parameter here is called {', '.join(unknown)}; there are {list(self._names.values())}"
+                f"no parameter on worker {current_engine().worker} is called {', '.join(unknown)}; there are "
+                f"{list(self._names.values())}"
             )
         with self._alone:
             found = {leaf: state[name] for leaf, name in self._names.items() if name in state}
@@ -325,7 +327,7 @@ class StepMemory:
         """Return the outcome of a step; None if it is new."""
         found = self._done.get(step_id)
         if found is None and step_id <= self._forgotten:
-            raise OptimizerError(f"step {step_id} is too old: this worker no longer knows whether it was done")
+            raise OptimizerError(f"step {step_id} is too old: its owner no longer knows whether it was done")
         return found
 
     def add(self, step_id: int, outcome: int) -> None:
@@ -382,7 +384,8 @@ def _make(optimizer_class: Any, groups: Groups, args: tuple[Any, ...], kwargs: O
         found = getattr(torch.optim, found, None)
         if not is_class(found) or not is_torchs(found) or found is torch.optim.LBFGS:
             raise ConfigurationError(
-                f"torch.optim on this worker has no optimizer {sent.optimizer_class!r} that can be split over workers"
+                f"torch.optim on worker {current_engine().worker} has no optimizer {sent.optimizer_class!r} that can be "
+                "split over workers"
             )
     if not is_class(found):
         raise ConfigurationError(f"expected an optimizer class, not {found!r}")

@@ -37,8 +37,9 @@ class GradScaler:
 
     Args:
         init_scale: The initial scale.
-        growth_factor: Factor for the scale after `growth_interval` steps with finite gradients.
-        backoff_factor: Factor for the scale after a step that was skipped because a gradient was not finite.
+        growth_factor: Factor by which the scale is multiplied after `growth_interval` steps with finite gradients.
+        backoff_factor: Factor by which the scale is multiplied after a step that was skipped because a gradient was not
+            finite.
         growth_interval: Number of steps with finite gradients before the scale grows.
         enabled: If False, losses and gradients are not changed.
 
@@ -102,6 +103,7 @@ class GradScaler:
         Call it before clipping; otherwise `step` does it.
 
         Raises:
+            ConfigurationError, UnknownContext: As for `DistributedOptimizer.step`.
             OptimizerError: It was already called for these contexts since the last `update`, or an owner did not answer.
         """
         if not self._enabled:
@@ -120,6 +122,7 @@ class GradScaler:
             Whether it stepped.
 
         Raises:
+            ConfigurationError, UnknownContext: As for `DistributedOptimizer.step`.
             OptimizerStepFailed: Some owners did not step. Call it again to repeat the step for these.
             OptimizerError: It was already called for these contexts since the last `update`.
         """
@@ -176,10 +179,10 @@ class GradScaler:
         return {key: getattr(self, name) for key, (name, _) in _STATE.items()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of another scaler, also of `torch.amp.GradScaler`.
+        """Load the state of another scaler, including that of a `torch.amp.GradScaler`.
 
         Raises:
-            ConfigurationError: The state is empty, as that of a scaler that was not enabled.
+            ConfigurationError: A key is missing, or the state is empty, as that of a scaler that was not enabled.
         """
         if not self._enabled:
             return
@@ -187,5 +190,8 @@ class GradScaler:
             raise ConfigurationError(
                 "the state dict is empty, possibly because it came from a scaler that was disabled"
             )
+        for key in _STATE:
+            if key not in state_dict:
+                raise ConfigurationError(f"not the state of a GradScaler: {key!r} is missing")
         loaded = {name: kind(state_dict[key]) for key, (name, kind) in _STATE.items()}
         vars(self).update(loaded)

@@ -31,7 +31,7 @@ import torch
 
 from gradwire import _interrupts
 from gradwire._torch import Carried, set_grad_mode
-from gradwire.errors import AutogradError, RpcTimeout
+from gradwire.errors import AutogradError
 from gradwire.params.grads import GradClaim
 from gradwire.params.rwlock import (
     EVERYTHING,
@@ -122,21 +122,20 @@ def standing_still(params: Iterable[torch.Tensor]) -> Iterator[None]:
 class Held:
     """Holds a lock, with grad mode off meanwhile."""
 
-    __slots__ = ("_busy", "_lock", "_mode")
+    __slots__ = ("_lock", "_mode", "_reason")
 
-    def __init__(self, lock: Any, busy: str) -> None:  # text of the error if it is not free in time
-        self._lock, self._busy = lock, busy
+    def __init__(self, lock: Any, reason: str) -> None:  # why it may not be free in time
+        self._lock, self._reason = lock, reason
 
     def __enter__(self) -> None:
         if not self._lock.acquire(blocking=False):
-            limit_s = time_left()
-            deadline = time.monotonic() + limit_s
+            deadline = time.monotonic() + time_left()
             with while_waiting():
                 # In short waits: Ctrl-C inside a long one could leave a lock that is never released.
                 while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
                     _interrupts.deliver()
                     if time.monotonic() >= deadline:
-                        raise RpcTimeout(f"{self._busy} for {limit_s:g} s (phase: run)", phase="run")
+                        raise late(self._reason)
         self._mode = torch.is_grad_enabled()
         set_grad_mode(False)
 
@@ -147,7 +146,7 @@ class Held:
 
 def lending_grads(params: Iterable[torch.Tensor]) -> Held:
     """Surround code that uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts."""
-    return Held(GradClaim(params), "another optimizer, or hooks of a pass, have been using .grad")
+    return Held(GradClaim(params), "another optimizer, or hooks of a pass, are using .grad")
 
 
 def time_left() -> float:

@@ -170,7 +170,7 @@ class Agent:
     def ask(
         self, to: str, operation: str, args: tuple[Any, ...], timeout_s: float, answer: Any = Any
     ) -> InterruptibleFuture[Any]:
-        """Do as `control`, but return a future of the answer."""
+        """Run a control operation like `control`, but return a future."""
         future: InterruptibleFuture[Any] = InterruptibleFuture()
 
         def on_done(call: PendingCall) -> None:
@@ -204,14 +204,14 @@ class Agent:
         """Return name and rank of a worker; of this one if none is named.
 
         Raises:
-            UnknownWorker: There is none.
+            UnknownWorker: No worker has that name or rank.
         """
         if worker is None:
             return self.info
         return self.directory.find(worker if isinstance(worker, str | int) else self.peers.name_of(worker)).info
 
     def admit(self, address: WorkerAddress) -> None:
-        """Let a worker in that has shown who it is."""
+        """Admit a worker that has authenticated."""
         if not self._membership.is_current(address):
             raise self._outdated(address)
         self.directory.update(address)
@@ -459,8 +459,8 @@ def start_worker(
 
     Args:
         info: Its name and rank.
-        config: How it runs.
-        directory: Who else is there.
+        config: Settings of the worker.
+        directory: Directory of the other workers.
         folder: Private folder (0700) for its socket; a temporary one if not given.
         after: The worker's earlier incarnation, if known: this one's is higher, even if the clock was set back.
         on_close: Called when the worker is closed.
@@ -505,7 +505,7 @@ def check_name(name: str, limit: int) -> None:
     """Refuse names that would be confusing in messages, paths or logs."""
     if not name:
         raise InvalidName("a worker's name must not be empty")
-    if len(name.encode()) > limit:
-        raise InvalidName(f"a worker's name must have at most {limit} characters, unlike {name!r}")
+    if (num_bytes := len(name.encode())) > limit:
+        raise InvalidName(f"a worker's name must be at most {limit} bytes long, not {num_bytes}: {name!r}")
     if not is_worker_name(name):
-        raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', unlike {name!r}")
+        raise InvalidName(f"Worker name must match letters, digits, '-', '_', ':' and '.', but got {name!r}")

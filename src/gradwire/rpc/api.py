@@ -162,9 +162,9 @@ def init_rpc(
     Args:
         name: Unique in the cluster.
         backend: Accepted for compatibility with PyTorch; there is one backend.
-        rank: 0 to world_size - 1; taken from ``RANK`` if not given.
-        world_size: Number of workers; taken from ``WORLD_SIZE`` if not given. Without either, workers may join and leave
-            at any time.
+        rank: 0 to world_size - 1. If not given, read from ``RANK`` with ``env://``, or from ``?rank=`` in `init_method`.
+        world_size: Number of workers. If not given, read from ``WORLD_SIZE`` with ``env://``, or from ``?world_size=``.
+            Without any of these, workers may join and leave at any time.
         rpc_backend_options: `RpcOptions`, or PyTorch's options.
         start_serving: If False, calls from other workers are held until this one calls `start_serving`, so that they do
             not reach a worker that is still setting up. They wait until their deadline.
@@ -176,7 +176,7 @@ def init_rpc(
     _check_no_agent()
     if _reserved_for is not None:
         raise AlreadyInitialized(
-            f"this process was started by Cluster.local as worker {_reserved_for} and cannot be another worker"
+            f"this process is worker {_reserved_for} of a cluster and cannot become another worker"
             f"{guard_hint('gradwire.rpc.init_rpc(...)')}"
         )
     if backend is not None:
@@ -256,12 +256,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     made by this process (`timeout` seconds, or 5 if that is 0), not for the workers to call `shutdown`.
 
     Args:
-        graceful: Wait until every live worker has called `shutdown` and all calls have completed.
+        graceful: Wait until every live worker has called `shutdown` and all calls have completed. Without `world_size`,
+            wait only for this worker's own calls.
         timeout: Seconds to wait for that; 0 waits as long as the other workers are alive.
 
     Raises:
-        RpcTimeout: A worker did not call `shutdown` in time; this one has left anyway.
-        RpcError: This process was started by `Cluster.local`; only the program that started it can shut it down.
+        RpcTimeout: A worker did not call `shutdown` in time, calls are still in progress, or other workers still hold
+            references to values of this one (after at most 10 s). This worker has left anyway.
+        RpcError: This process is a worker of a cluster; only its driver can shut it down.
         NotInitialized: This process is not a worker.
     """
     agent = current_agent()
@@ -298,6 +300,8 @@ def barrier(worker_names: Sequence[str] | None = None, timeout: float = UNSET_RP
     Raises:
         RpcTimeout: Some workers did not call it in time; the message names them.
         WorkerLost: A worker died.
+        UnknownWorker: The cluster has no worker of that name.
+        NotInitialized: This process is not a worker.
         ConfigurationError: This worker is not in `worker_names`, or the names are missing although `init_rpc` was called
             without `world_size`.
     """
@@ -332,9 +336,14 @@ def rpc_sync(
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
-        CannotSend: An argument cannot be sent.
+        CannotSend: The function, an argument or the result cannot be sent.
+        LimitExceeded: The message is larger than `Limits` allows.
+        UnknownWorker: The cluster has no such worker.
         RpcTimeout: The deadline passed; `phase` says how far the call had got.
         WorkerLost: The worker died or cannot be reached.
+        AuthenticationFailed: The worker refused the connection.
+        NotExposed, NoSuchFunction: The worker does not offer the function.
+        NotInitialized: This process is not a worker.
         RemoteCallFailed: The function raised an exception whose type is not known here.
         Exception: The function's exception, with its own type.
     """
@@ -353,9 +362,13 @@ def rpc_async(
 
     Raises:
         ConfigurationError: The timeout is negative or not a number.
-        CannotSend: An argument cannot be sent.
+        CannotSend: The function or an argument cannot be sent.
+        LimitExceeded: The message is larger than `Limits` allows.
+        UnknownWorker: The cluster has no such worker.
         RpcTimeout: The call could not be sent before the deadline.
         WorkerLost: The worker cannot be reached.
+        AuthenticationFailed: The worker refused the connection.
+        NotInitialized: This process is not a worker.
     """
     agent = _agent or current_agent()
     future = agent.client.submit(to, func, args or (), kwargs, None if timeout == UNSET_RPC_TIMEOUT else timeout)

@@ -109,7 +109,8 @@ class Codec:
             name: str | None = function
             if len(function) > self._limits.name_bytes:
                 raise CannotSend(
-                    f"a function's name must have at most {self._limits.name_bytes} characters (Limits.name_bytes)"
+                    f"a function's name must have at most {self._limits.name_bytes} characters (Limits.name_bytes), "
+                    f"not {len(function)}: {function!r:.80}"
                 )
         elif not callable(function):
             raise CannotSend(f"expected a function or an exposed name, not {function!r}")
@@ -152,7 +153,8 @@ class Codec:
             return function
         if self._trust == "data":
             raise NotExposed(
-                f'trust="data": {name!r} is not exposed on this worker; mark the function with @gradwire.rpc.expose there'
+                f'trust="data": {name!r} is not exposed on worker {self._worker}; mark it with @gradwire.rpc.expose in a '
+                f"module that {self._worker} imports"
             )
         return serialization.resolve_function(name) if name else None
 

@@ -163,7 +163,8 @@ class Gathering:
                 failed.extend(answer for _, answer in gathering.answers.values())
         with self._agent.server.answering():  # one of them may be this worker's own, which may then leave at once
             for answer in failed:
-                answer.set_exception(WorkerLost(f"worker {name} did not take part: {reason}", name))
+                text = f"worker {name} was lost during a collective call (barrier, _all_gather or shutdown): {reason}"
+                answer.set_exception(WorkerLost(text, name))
 
     def on_returned(self, name: str) -> None:
         """Clear the lost flag of a worker that has reconnected; late reports of its loss no longer count."""
@@ -186,7 +187,8 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            error = RpcTimeout(f"these workers did not join in time: {names}", names, "run")
+            text = f"these workers did not make the same call (barrier, _all_gather or shutdown) in time: {names}"
+            error = RpcTimeout(text, names, "run")
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 
@@ -214,9 +216,12 @@ class Gathering:
     def _wait_quiet(self, deadline: float) -> None:
         while not self._agent.is_quiet:
             if time.monotonic() >= deadline:
+                now = self._agent.statistics()
+                num_served = now.num_running + now.num_waiting + now.num_queued
                 raise RpcTimeout(
-                    f"calls are still in progress on {self._agent.info.name}: {self._agent.statistics()}",
-                    self._agent.info.name,
+                    f"timed out in rpc.shutdown: {now.num_pending} calls made by worker {now.name} and {num_served} calls "
+                    "that it serves are still in progress; pass a larger timeout, or graceful=False",
+                    now.name,
                     "run",
                 )
             _interrupts.sleep(_LOOK_S)

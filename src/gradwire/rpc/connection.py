@@ -24,13 +24,13 @@ import torch
 from gradwire import _interrupts
 from gradwire.errors import (
     AuthenticationFailed,
-    CallCancelled,
     ConnectionClosed,
     ConnectionLost,
     DecodeError,
     IdentityTaken,
     LimitExceeded,
     ResourceExhausted,
+    RpcError,
     RpcTimeout,
     TransportError,
     WorkerLost,
@@ -308,7 +308,10 @@ class Connection:
         except Exception as problem:  # the result cannot be rebuilt here
             error = problem
         except BaseException as problem:  # raised by a class of the user, which the result is unpickled with
-            error = CallCancelled(f"{call!r}: rebuilding its result raised {type(problem).__name__}")
+            error = RpcError(
+                f"the result of {call.function} from worker {call.worker} could not be rebuilt: unpickling it raised "
+                f"{type(problem).__name__}"
+            )
         self.unpacking.discard(message.call_id)
         if trace is not None:
             trace.tell_loaded(message, began_ns)
@@ -362,7 +365,10 @@ class Connection:
             )
             self.fail(request, ResourceExhausted(text))
         elif len(requests) > self.max_in_flight and self._has_too_many():
-            text = f"more than {self.max_in_flight} calls in flight from one worker"
+            text = (
+                f"worker {self.agent.info.name} refused the call to {message.function}: worker {self.info.name} has more "
+                f"than {self.max_in_flight} calls in flight (Limits.calls_in_flight); wait for earlier calls"
+            )
             self.fail(request, LimitExceeded(text))
         elif self.lane == "control":
             self.server.run_control(request)

@@ -29,7 +29,7 @@ class Envelope(msgspec.Struct, frozen=True):
         peer: The worker at the other end.
         function: The called function's name.
         note: For replies, the note that the interceptor attached to the call; None for calls.
-        call_id: For calls that leave, their number in this process; 0 for all others.
+        call_id: For outgoing calls, their number in this process; 0 for all others.
     """
 
     kind: Literal["call", "reply"]
@@ -62,14 +62,14 @@ class Interceptor:
         return True
 
     def outgoing(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> Any:
-        """See the tensors of a message that leaves; return a note to attach, or None."""
+        """Inspect the tensors of an outgoing message; return a note to attach, or None."""
         return None
 
     def on_untracked(self, envelope: Envelope, tensors: Sequence[torch.Tensor]) -> None:
-        """See tensors of a message that leaves that require grad, but are not among those that `outgoing` sees.
+        """Inspect tensors of an outgoing message that require grad but are not passed to `outgoing`.
 
         Raises:
-            CannotSend: They must not leave.
+            CannotSend: They must not be sent.
         """
 
     def incoming(self, envelope: Envelope, note: Any, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:

@@ -10,10 +10,11 @@ its store in torchrun's store. That address is only a hint: the server there mus
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import ParseResult, parse_qs, urlparse
 
 from gradwire.config import TlsKeys
 from gradwire.errors import ConfigurationError, RendezvousFailed
@@ -69,22 +70,22 @@ def open_meeting_point(
     query = {key: values[0] for key, values in parse_qs(url.query).items()}
     is_hosted = False
     if url.scheme == "env":
-        rank = rank if rank >= 0 else int(_need("RANK"))
+        rank = rank if rank >= 0 else _number("RANK", _need("RANK"))
         if world_size is None and "WORLD_SIZE" in os.environ:
-            world_size = int(os.environ["WORLD_SIZE"])
+            world_size = _number("WORLD_SIZE", os.environ["WORLD_SIZE"])
     else:
-        rank = int(query.get("rank", rank))
+        rank = _number("rank", query.get("rank", rank))
         if "world_size" in query:
-            world_size = int(query["world_size"])
+            world_size = _number("world_size", query["world_size"])
     _check(rank, world_size)
     if url.scheme == "file":
         path = os.path.abspath(url.netloc + url.path)
         return MeetingPoint(_open_file(path, init_method, timeout_s), init_method, "127.0.0.1", rank, world_size)
     if url.scheme == "env":
-        host, port = _need("MASTER_ADDR"), int(_need("MASTER_PORT"))
+        host, port = _need("MASTER_ADDR"), _number("MASTER_PORT", _need("MASTER_PORT"))
         is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # torchrun serves a store there itself
-    elif url.scheme == "tcp" and url.hostname and url.port:
-        host, port = url.hostname, url.port
+    elif url.scheme == "tcp" and url.hostname and (url_port := _port_of(url)):
+        host, port = url.hostname, url_port
     else:
         raise ConfigurationError(
             f'init_method must be "env://", "tcp://host:port" or "file:///path", not {init_method!r}'
@@ -112,6 +113,19 @@ def _need(name: str) -> str:
             f'rpc_backend_options with init_method="tcp://host:port" and rank='
         )
     return os.environ[name]
+
+
+def _number(name: str, text: str | int) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ConfigurationError(f"{name} must be a whole number, not {text!r}") from error
+
+
+def _port_of(url: ParseResult) -> int | None:
+    with contextlib.suppress(ValueError):  # it is not a number, or out of range
+        return url.port
+    return None
 
 
 def _check(rank: int, world_size: int | None) -> None:

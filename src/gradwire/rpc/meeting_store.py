@@ -36,6 +36,9 @@ ANSWER_S = 2.0
 ADDRESS_LIMITS = Limits(name_bytes=1024)
 """Maximum size of a store's contents."""
 
+START_RANK_0 = "Start rank 0, or check init_method (MASTER_ADDR and MASTER_PORT) on both ranks"
+"""Advice in errors of ranks that did not find rank 0."""
+
 _OPEN_S = 2.0  # for one attempt to open torch's client, which cannot be interrupted
 _PREFIX = "gradwire"
 
@@ -248,7 +251,9 @@ class TorchStore:
             raise self._lost(str(error)) from error
 
     def _lost(self, reason: str) -> MeetingPointLost:
-        return MeetingPointLost(f"lost the meeting point {self._where}: {reason}")
+        is_elsewhere = not (self.is_served_here or self._outlives_workers or self._is_left)
+        advice = "; rank 0, which serves it, may have exited" if is_elsewhere else ""
+        return MeetingPointLost(f"lost the meeting point {self._where}: {reason}{advice}")
 
 
 def run_in_thread(function: Callable[[], T], deadline: float) -> T:
@@ -300,7 +305,9 @@ def serve_tcp_store(host: str, port: int, timeout_s: float) -> TorchStore:
         store = TCPStore(host, port, None, True, timeout, False, multi_tenant=True, master_listen_fd=descriptor)
         return TorchStore(store, where, timeout_s, is_served_here=True)
     except (RuntimeError, ValueError) as error:
-        raise RendezvousFailed(f"rank 0 cannot open the meeting point at {where}: {error}") from error
+        raise RendezvousFailed(
+            f"rank 0 cannot open the meeting point at {where}: {error}. If the port is in use, choose another one"
+        ) from error
 
 
 def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchStore:
@@ -328,8 +335,9 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
             return TorchStore(store, where, timeout_s, reopen=reopen)
         except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:
             if time.monotonic() >= deadline:
-                text = f"rank 0 never arrived: rank {rank} waited for it at {where} for {timeout_s:g} s"
-                raise RendezvousFailed(text) from error
+                raise RendezvousFailed(
+                    f"rank 0 never arrived: rank {rank} waited for it at {where} for {timeout_s:g} s. {START_RANK_0}"
+                ) from error
             if _speaks_tls(host, port):
                 raise RendezvousFailed(
                     f"rank 0 serves the meeting point {where} with TLS, but rank {rank} has no keys; pass tls= to every "

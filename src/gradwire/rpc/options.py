@@ -55,7 +55,7 @@ class RpcOptions(RpcBackendOptions):
         init_method: Where the workers meet: ``env://``, ``tcp://host:port`` or ``file:///path``.
         init_timeout: Seconds to wait for the other workers.
         trust: ``"code"`` (any function, pickled arguments) or ``"data"`` (exposed functions, plain data, no pickle);
-            by default ``"code"`` on one machine and ``"data"`` if TLS keys are given.
+            by default ``"data"`` if TLS keys are given, otherwise ``"code"``.
         transports: Schemes to use; by default ``unix`` and, if TLS keys are given, ``tcp``.
         tls: Keys for connections between machines. With keys, the rendezvous uses TLS as well: rank 0 itself listens at the
             ``tcp://`` or ``env://`` address.
@@ -63,9 +63,13 @@ class RpcOptions(RpcBackendOptions):
         bind_port: Port for ``tcp``: 0 for any free port, ``(first, last)`` for a free one in that range.
         limits: Limits on what is accepted from other workers.
         shared_memory_from: Size in bytes from which tensors go through shared memory on one machine.
-        device_maps: For each worker, its device for each device here from which tensors are sent. Without a map for a
-            worker, tensors arrive there on the device of the same name.
+        device_maps: Device maps by worker name: ``{"worker1": {"cuda:0": "cuda:1"}}`` sends tensors from ``cuda:0`` here to
+            ``cuda:1`` of worker1. Without a map for a worker, tensors arrive there on the device of the same name.
         devices: Devices here that maps may name, including the maps of other workers; any by default.
+
+    Raises:
+        ConfigurationError: An item of `device_maps` or `devices` is not valid.
+        TypeError: `rpc_timeout` is not a number.
     """
 
     def __init__(

@@ -119,9 +119,11 @@ class Peer:
                 events.tell("connection", "connect", self.agent.info.name, began_ns, peer=self.name)
             return lanes
         except TimeoutError as error:
+            most_s = self.agent.config.limits.handshake_timeout_s
             raise RpcTimeout(
-                f"RPC ran for more than set timeout: worker {self.name} accepted the connection but did not "
-                f"respond (phase: connect); it may be stopped or overloaded",
+                f"RPC ran for more than set timeout: worker {self.name} accepted the connection but did not complete the "
+                f"handshake in time (at most {most_s:g} s, Limits.handshake_timeout_s; phase: connect); it may be "
+                f"stopped or overloaded",
                 self.name,
                 "connect",
             ) from error

@@ -294,7 +294,10 @@ class Host:
         if address.info != source:
             raise DecodeError(f"{source.name} with rank {source.id} cannot join as {address.info!r}")
         if world_size != self._world_size or source.id >= world_size:
-            text = f"{source.name} has world_size={world_size}, but rank 0 has {self._world_size}"
+            text = (
+                f"{source.name} has world_size={world_size}, but rank 0 has {self._world_size}; pass the same world_size to "
+                "every rank"
+            )
             self._directory.announce("refused", f"rank {source.id} ({source.name}) cannot join: {text}")
             raise ConfigurationError(text)
         answer: InterruptibleFuture[Any] = InterruptibleFuture()

@@ -42,7 +42,7 @@ from gradwire.errors import (
     TransportError,
 )
 from gradwire.observe.log import get_logger
-from gradwire.rpc.meeting_store import ANSWER_S, LOOK_S, MeetingPointLost
+from gradwire.rpc.meeting_store import ANSWER_S, LOOK_S, START_RANK_0, MeetingPointLost
 from gradwire.rpc.peers import not_unique_text
 from gradwire.transports import tls as certificates
 from gradwire.transports.stream import StreamConnection, StreamOptions
@@ -501,7 +501,8 @@ class StoreClient(_Store):
                 ) from cause
             if now >= deadline:
                 raise RendezvousFailed(
-                    f"rank 0 never arrived: rank {rank} waited for it at {self._where} for {timeout_s:g} s ({cause})"
+                    f"rank 0 never arrived: rank {rank} waited for it at {self._where} for {timeout_s:g} s ({cause}). "
+                    f"{START_RANK_0}"
                 ) from cause
             _interrupts.sleep(LOOK_S)
 

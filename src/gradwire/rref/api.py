@@ -149,7 +149,8 @@ class RRef(Generic[T]):
                 seconds, timeout = self._seconds(timeout), deadline - time.monotonic()
                 if timeout <= 0:
                     name = state.owner.name
-                    text = f"{self!r}: its value was not created within {seconds:.3g} s (phase: run) on worker {name}"
+                    what = f"the value of reference {describe(state.rref_id)} was not created on worker {name}"
+                    text = f"{what} within {seconds:.3g} s (phase: run)"
                     raise RpcTimeout(f"RPC ran for more than set timeout: {text}. Pass a larger timeout", name, "run")
         began_ns = time.monotonic_ns() if events.sink is not None else 0
         value = self._ask(FETCH, (), timeout)
@@ -164,6 +165,7 @@ class RRef(Generic[T]):
 
         Raises:
             NotTheOwner: Another worker owns the value.
+            RRefError: This reference was deleted.
             RpcTimeout: The value was not created within the default timeout of calls.
             Exception: The exception of the function that should have created the value.
         """
@@ -188,7 +190,10 @@ class RRef(Generic[T]):
 
         Raises:
             RRefError: The value is not a tensor, or no context is given and another worker owns the value.
+            UnknownContext: The context was released.
             BackwardFailed: The pass failed.
+            RpcTimeout: The owner did not finish within the default timeout of calls.
+            OwnerLost: The owner was lost.
         """
         _backward[0](self, int(dist_autograd_ctx_id), retain_graph)
 
@@ -340,13 +345,17 @@ def remote(
         func: The function; with ``trust="data"`` an exposed one, or its exposed name.
         args: Its arguments, captured when this function is called.
         kwargs: Its keyword arguments.
-        timeout: Seconds for the function to run; 0 for no limit.
+        timeout: Seconds for the function to run; 0 for no limit. A negative number means the default timeout.
 
     Raises:
-        ConfigurationError: The timeout is negative or not a number.
-        CannotSend: An argument cannot be sent.
+        ConfigurationError: The timeout is NaN.
+        CannotSend: The function or an argument cannot be sent.
+        LimitExceeded: The message is larger than `Limits` allows.
         UnknownWorker: The cluster has no such worker.
+        RpcTimeout: The worker could not be reached in time.
         WorkerLost: The worker cannot be reached.
+        AuthenticationFailed: The worker refused the connection.
+        NotInitialized: This process is not a worker.
     """
     known = context.here()
     name = to if type(to) is str else known.agent.peers.name_of(to)

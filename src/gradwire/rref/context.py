@@ -314,7 +314,7 @@ class References:
         if user == self.own:  # not found: dropped before it was made, so that no code will see it
             return self._owned.get(rref_id) or Owned(rref_id)
         if not (self._peers.may_make(user, rref_id) and creator_of(fork_id) == user[0]):
-            raise DecodeError(f"worker {user[0]} requested a value on behalf of another worker: {describe(rref_id)}")
+            raise DecodeError(f"rank {user[0]} requested a value on behalf of another worker: {describe(rref_id)}")
         self._see(user)
         with self._lock:
             if self._ownership.value_created(rref_id, fork_id, user):
@@ -323,7 +323,7 @@ class References:
         name = self.agent.info.name
         if not can_hold:
             raise RRefError(
-                f"the caller holds too many references to values of worker {name}. Delete some of them first"
+                f"rank {user[0]} holds too many references to values of worker {name}. Delete some of them first"
             )
         raise RRefError(
             f"worker {name} did not create the value of reference {describe(rref_id)}: the call was cancelled "
@@ -393,7 +393,9 @@ class References:
     def maker_of(self, fork: UserFork, deadline: float) -> Worker | None:
         """Return the worker whose call may not yet have created the value of a reference about to be used."""
         if not (fork.is_done or fork.is_first):
-            fork.wait(deadline, f"reference {describe(fork.rref_id)} was not confirmed by its owner", fork.owner.name)
+            owner = fork.owner.name
+            what = f"reference {describe(fork.rref_id)} was not confirmed by its owner, worker {owner}"
+            fork.wait(deadline, what, owner)
         fork.check()
         return None if fork.is_done else self.own
 
@@ -597,7 +599,7 @@ class References:
 
     def _on_batch(self, sender: WorkerInfo, batch: Batch, _: list[torch.Tensor]) -> None:
         if batch.sender[0] != sender.id:
-            raise DecodeError(f"{sender.name} sent reference messages on behalf of worker {batch.sender[0]}")
+            raise DecodeError(f"{sender.name} sent reference messages on behalf of rank {batch.sender[0]}")
         if batch.to != self.own or batch.sender[1] != self.agent.newest_incarnation(sender.name):
             return  # for an earlier incarnation of this worker, or from one of the other
         self._see(batch.sender)

@@ -77,8 +77,10 @@ def find_value(rref_id: Any, maker: Any) -> Any:
 def check_exposed(value: Any, name: str) -> None:
     function = getattr(type(value), name, None)
     if function is None or exposed_name(function) is None:
+        worker = context.here().agent.info.name
         raise NotExposed(
-            f'trust="data": {type(value).__name__}.{name} is not exposed; mark it with @gradwire.rpc.expose'
+            f'trust="data": {type(value).__name__}.{name} is not exposed on worker {worker}; mark it with '
+            "@gradwire.rpc.expose"
         )
 
 

@@ -126,14 +126,14 @@ class Outbox:
             return False
         if number > channel.up_to + WINDOW:
             raise DecodeError(
-                f"batch {number} of worker {batch.sender[0]} is out of sequence: {channel.up_to} have arrived"
+                f"batch {number} of rank {batch.sender[0]} is out of sequence: {channel.up_to} have arrived"
             )
         channel.must_acknowledge = True
         self._due.add(batch.sender)
         if number <= channel.up_to or number in channel.beyond:
             return False
         if channel.num_messages > _MAX_BACKLOG:
-            raise DecodeError(f"worker {batch.sender[0]} does not read the replies to its reference messages")
+            raise DecodeError(f"rank {batch.sender[0]} does not read the replies to its reference messages")
         channel.beyond.add(number)
         while channel.up_to + 1 in channel.beyond:
             channel.up_to += 1

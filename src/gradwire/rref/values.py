@@ -111,7 +111,8 @@ class Owned(_Awaited, eq=False):
 
     def wait_value(self, deadline: float, worker: str) -> Any:
         """Wait for the value and return it; `worker` is this worker's name."""
-        self.wait(deadline, f"the value of reference {describe(self.rref_id)} was not created", worker)
+        what = f"the value of reference {describe(self.rref_id)} was not created on worker {worker} in time"
+        self.wait(deadline, what, worker)
         return self.get()
 
     def get(self) -> Any:

@@ -56,7 +56,7 @@ def _shard_tensor(
 def shard_parameter(
     module: nn.Module, param_name: str, sharding_spec: ShardingSpec, src_rank: int = 0, process_group: Any = None
 ) -> None:
-    """Replace a parameter or buffer by a sharded tensor with the same values.
+    """Replace a parameter or buffer with a sharded tensor with the same values.
 
     Args:
         module: The module with the parameter. Submodules that share it get the sharded tensor, too.
@@ -89,21 +89,17 @@ def shard_module(module: nn.Module, plan: ShardingPlan, src_rank: int = 0, proce
     """Shard a module by a plan: its parameters, its submodules and its outputs.
 
     If the plan does not fit, the module is not changed on any rank. If ranks or workers are lost on the way, or a
-    `Sharder` fails
-    after it changed its submodule, the module may be half sharded.
+    `Sharder` fails after it changed its submodule, the module may be half sharded.
 
     In a process group every rank runs the module on its own rows. A parameter that is not sharded has the same gradient
-    on all
-    ranks if it is part of a sharded operation, such as the bias of a sharded Linear. Otherwise, as in a LayerNorm
-    between two of
-    them, its gradient is that of the rank's rows: add these up, as in any data parallel training.
+    on all ranks if it is part of a sharded operation, such as the bias of a sharded Linear. Otherwise, as in a LayerNorm
+    between two of them, its gradient is that of the rank's rows: add these up, as in any data parallel training.
 
     Args:
         module: The module; in a process group every rank has one of the same structure, and calls this.
-        plan: The plan. Tied parameters stay tied, also if the plan names only one of them.
+        plan: The plan. Tied parameters stay tied, even if the plan names only one of them.
         src_rank: The rank in the group whose values are used. Other ranks may have created the module on the ``meta``
-            device:
-            they get their shards, and the values of parameters that are not sharded.
+            device: they get their shards, and the values of parameters that are not sharded.
         process_group: The process group; None for the default group.
 
     Raises:

@@ -314,14 +314,13 @@ def init_from_local_shards(
     Args:
         local_shards: Shards of this rank; may be empty.
         global_size: Size of the whole tensor. With ``None`` for an unknown length, shards are consecutive rows in the
-            order of
-            the ranks; size and offsets are computed from that, and written to the metadata of the shards.
+            order of the ranks; size and offsets are computed from that, and written to the metadata of the shards.
         process_group: The process group; None for the default group.
         init_rrefs: Whether ranks create references to their shards for each other; see `share_references`.
 
     Raises:
         ValueError: The shards of all ranks do not form a tensor of that size, or the ranks' sizes or properties differ. All
-            ranks raise it, also if only the shards of one rank are wrong.
+            ranks raise it, even if only the shards of one rank are wrong.
     """
     backend = GroupBackend(process_group)
     is_stacked = None in _flat(global_size)

@@ -29,8 +29,7 @@ def clip_grad_norm_(
     """Scale all gradients in place so that their total norm is at most `max_norm`.
 
     Every rank must call it with the same parameters. A parameter that is not sharded counts once, and its gradient must
-    be the
-    same on all ranks.
+    be the same on all ranks.
 
     Args:
         parameters: Parameters, sharded or not.

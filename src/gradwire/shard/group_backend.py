@@ -240,7 +240,10 @@ class _Inquiry:
         told = found.view(len(self.boxes), num_mine, _MAX_TENSORS)
         for rank, of_rank in enumerate(told[:, 0].tolist()):
             if of_rank[0] == _FAILED:
-                raise RuntimeError(f"failed on rank {rank}, which raises the cause; no rank continues")
+                raise RuntimeError(
+                    f"the operation on a sharded tensor failed on rank {rank}, which raised the cause; no rank returned a "
+                    "result"
+                )
             if _MAX_TENSORS - of_rank.count(_NO_TENSOR) != num_tensors:
                 raise RuntimeError(
                     f"rank {rank} made a different call: pass per_sample_weights on all ranks or on none"

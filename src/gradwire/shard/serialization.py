@@ -76,7 +76,7 @@ def restore(described: Any) -> tuple[ShardedTensorMetadata, ShardingSpec]:
     if isinstance(spec, list):
         spec = ChunkShardingSpec(*spec)
         if not -len(size) <= spec.dim < len(size):
-            raise ValueError(f"dimension {spec.dim} of a tensor of {len(size)} dimensions")
+            raise ValueError(f"dimension {spec.dim} is out of range for a tensor of {len(size)} dimensions")
     spec = EnumerableShardingSpec(found) if spec is None else spec
     return ShardedTensorMetadata(found, torch.Size(size), properties), spec
 

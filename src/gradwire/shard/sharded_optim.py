@@ -177,8 +177,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Return the state by the names of parameters; every rank must call it.
 
         State of the size of a sharded parameter is a `ShardedTensor` with the same sharding, which shares its memory
-        with the
-        optimizer. Everything else is a plain value, the same on every rank.
+        with the optimizer. Everything else is a plain value, the same on every rank.
 
         Returns:
             ``{"state": {name: {...}}, "param_groups": [{"lr": 0.1, "params": [name, ...]}]}``
@@ -198,8 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Load a saved state; every rank must call it with the same state.
 
         Sharded tensors may have another sharding, and whole tensors are sharded: states of a single process can be
-        loaded, by
-        the names of parameters if there are any, otherwise by their order.
+        loaded, by the names of parameters if there are any, otherwise by their order.
 
         Raises:
             ConfigurationError: The state is for other parameters; nothing was changed.

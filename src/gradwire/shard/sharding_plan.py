@@ -100,8 +100,8 @@ class BalancedPlanner(ShardingPlanner):
         placements: Placements of shards: ``"rank:0/cpu"`` and so on, or ``"worker0/cpu"`` and so on.
         min_bytes: Smaller parameters are not sharded; for a pair, the sum counts.
         capacities: Relative shares of the placements; equal by default.
-        pairs: Paths of Linear modules of which the first one's output goes to the second through elementwise functions
-            alone, where that cannot be seen: it can inside of `nn.Sequential`.
+        pairs: Pairs of paths of Linear modules where the output of the first reaches the second through elementwise
+            functions only. Pairs inside `nn.Sequential` are found automatically.
 
     Raises:
         ValueError: There are no placements, one is named twice, or capacities do not fit.

@@ -28,7 +28,9 @@ class DevicePlacementSpec(PlacementSpec):
     """Placement on one device of one worker.
 
     Raises:
-        ValueError: The text does not name a device.
+        ValueError: The string is malformed.
+        RuntimeError: The device does not exist in torch.
+        TypeError: It is neither a string nor a `torch.device`.
     """
 
     device: Any
@@ -54,8 +56,7 @@ class ShardingSpec(ABC):
 
         Args:
             tensor: A tensor of the same size and dtype on every rank. Only the source needs data: on other ranks it may
-                be on the
-                ``meta`` device. If it is on the source, too, the elements of shards are undefined.
+                be on the ``meta`` device. If it is on the source, too, the elements of shards are undefined.
             src_rank: The rank in the group whose values are used.
             process_group: The process group; None for the default group.
 
@@ -77,8 +78,9 @@ class ChunkShardingSpec(ShardingSpec):
         placements: Placement of each chunk, in order.
 
     Raises:
-        ValueError: `dim` is not an integer, or there are no placements.
-        TypeError: A placement is not a string, or `placements` is not a list.
+        ValueError: `dim` is not an integer, there are no placements, or the string of one is malformed.
+        RuntimeError: The device of a placement does not exist in torch.
+        TypeError: A placement is not a string, `torch.device` or remote device, or `placements` is a string.
         NotImplementedError: `dim` is a name.
     """
 

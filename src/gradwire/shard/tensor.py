@@ -77,8 +77,7 @@ class ShardedTensor(ShardedTensorBase):
     """A tensor that is sharded over the ranks of a process group, or over RPC workers.
 
     The placements of the spec decide which: ``"rank:0/cpu"`` or ``"worker0/cpu"``. In a process group, every rank
-    creates it and
-    calls its methods; over RPC workers, one worker does, and may pass it to others in calls.
+    creates it and calls its methods; over RPC workers, one worker does, and may pass it to others in calls.
 
     Args:
         sharding_spec: How to shard it.
@@ -89,8 +88,8 @@ class ShardedTensor(ShardedTensorBase):
         pin_memory: Whether the parts are in pinned memory.
         memory_format: ``torch.contiguous_format``.
         process_group: For placements that name ranks; None for the default group.
-        init_rrefs: Whether ranks create references to their shards for each other. Then all ranks, also those outside of
-            `process_group`, must be RPC workers and create the tensor.
+        init_rrefs: Whether ranks create references to their shards for each other. Then all ranks, including those outside
+            of `process_group`, must be RPC workers and create the tensor.
 
     Raises:
         TypeError: `sharding_spec` is not a spec, or a size is not an integer.
@@ -217,8 +216,7 @@ class ShardedTensor(ShardedTensorBase):
 
         Args:
             adds_gradients: Whether each rank uses it for its own rows, so that the ranks' gradients are added up.
-                Otherwise the
-                gradient is taken to be the same on all ranks.
+                Otherwise the gradient is taken to be the same on all ranks.
         """
         if adds_gradients and isinstance(self._backend, GroupBackend):
             target = everywhere(self.size(), self._backend.participants)
@@ -243,7 +241,7 @@ class ShardedTensor(ShardedTensorBase):
             dtype: Dtype of the result.
 
         Returns:
-            The tensor on `dst`, None elsewhere, also outside of the group.
+            The tensor on `dst`, None elsewhere, including outside of the group.
 
         Raises:
             ValueError: `dst` is not a rank of the group; `out` has another size, or another dtype without `enforce_dtype`.

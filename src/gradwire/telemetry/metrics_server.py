@@ -45,7 +45,9 @@ class MetricsServer:
         try:
             self._server = make_server(host, port, app, kind, _Handler)
         except OSError as error:
-            raise ConfigurationError(f"cannot serve metrics at {host} port {port}: {error}") from error
+            raise ConfigurationError(
+                f"cannot serve metrics at {host} port {port}: {error}; pass another port, or 0 for any free one"
+            ) from error
         serve = partial(self._server.serve_forever, _POLL_S)
         self._thread = threading.Thread(target=serve, name="gradwire-metrics-http", daemon=True)
         self._thread.start()

@@ -55,5 +55,5 @@ def wait_until(condition: Callable[[], object], timeout_s: float = 10.0, what: s
     deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() >= deadline:
-            raise TimeoutError(f"{what} did not come true within {timeout_s:g} s")
+            raise TimeoutError(f"timed out after {timeout_s:g} s waiting for: {what}")
         time.sleep(_PAUSE_S)

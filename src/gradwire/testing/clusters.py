@@ -66,7 +66,7 @@ def check_cluster(
         command: Command that runs a Python module: an interpreter, or torchrun and its options.
         checks: Some of `CLUSTER_CHECKS`; all of them by default.
         can_repeat: Whether a program can start one cluster after another; then fewer programs are started.
-        timeout_s: Seconds until a program fails.
+        timeout_s: Seconds a program may take.
 
     Raises:
         AssertionError: A check failed; the message has the output of its program.

@@ -460,5 +460,9 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
-    except OSError as error:
+    except FileNotFoundError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror}; create it with `make_keys`") from error
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot read {path}: {error.strerror}; it must be a file that this user can read"
+        ) from error

@@ -136,7 +136,10 @@ class ListenerHandshake:
             return Challenge(self._nonce, self._identity.address, self._identity.versions, self._prove(b"listener"))
         if isinstance(message, Proof) and self._hello is not None and not self.is_open:
             if not hmac.compare_digest(message.proof, self._prove(b"caller")):
-                raise AuthenticationFailed("wrong token; start every worker of a cluster with the same one")
+                raise AuthenticationFailed(
+                    "wrong token: the caller belongs to another cluster, or to another run of this one; start all workers "
+                    "with the same init_method"
+                )
             self._admit(self._hello.sender)
             self.is_open = True
             return Welcome()

@@ -110,9 +110,12 @@ def choose_uri(address: WorkerAddress, host: str, schemes: Iterable[str]) -> str
                 if uri.startswith(f"{scheme}://"):
                     return uri
     where = "on this machine" if is_here else "on another machine"
+    advice = "give every worker TLS keys (tls=) to cross machines"
+    if is_here:
+        advice = "start every worker with the same transports="
     raise ConnectFailed(
         f"worker {address.info.name} is {where} and listens at {', '.join(address.uris) or 'no address'}, but this "
-        f"worker uses {', '.join(sorted(known))} only; give every worker TLS keys (tls=) to cross machines"
+        f"worker uses {', '.join(sorted(known))} only; {advice}"
     )
 
 

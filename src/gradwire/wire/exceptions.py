@@ -172,7 +172,7 @@ def check_error(info: ErrorInfo, limits: Limits) -> None:
             return
         check_text(link.worker, "a worker's name", limits.name_bytes)
         link = link.cause
-    raise LimitExceeded(f"a chain of more than {MAX_CAUSES} causes")
+    raise LimitExceeded(f"an error has a chain of more than {MAX_CAUSES} causes")
 
 
 def rebuild_exception(info: ErrorInfo, trust: Trust) -> Exception:

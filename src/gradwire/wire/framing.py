@@ -321,7 +321,7 @@ def _check_message(message: Message, limits: Limits) -> None:
     if isinstance(message, Hello):
         check_text(message.to_name, "a worker's name", limits.name_bytes)
     elif isinstance(message, Refused | Goodbye) and len(message.reason) > limits.error_text_bytes:
-        raise LimitExceeded(f"a reason of {len(message.reason)} characters")
+        raise LimitExceeded(f"a reason of {len(message.reason)} characters exceeds Limits.error_text_bytes")
     elif isinstance(message, Failure):
         check_error(message.error, limits)
 

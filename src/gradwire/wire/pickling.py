@@ -176,10 +176,11 @@ def loads(body: bytes | bytearray | memoryview, tensors: list[torch.Tensor]) -> 
     except (pickle.UnpicklingError, EOFError) as error:
         raise DecodeError(f"not a pickle: {error}") from error
     except (ImportError, AttributeError) as error:
-        text = f"a value cannot be rebuilt on this worker: {error}; its module must be importable here too"
+        text = f"a value cannot be rebuilt by the receiving worker: {error}; make its module importable on both workers"
         raise CannotSend(text) from error
     except Exception as error:
-        raise CannotSend(f"a value cannot be rebuilt on this worker: {type(error).__name__}: {error}") from error
+        text = f"a value cannot be rebuilt by the receiving worker: {type(error).__name__}: {error}"
+        raise CannotSend(text) from error
 
 
 # Tensors and storages inside a pickle
@@ -496,8 +497,8 @@ def _resolve(name: str) -> Callable[..., Any]:
         found = _walk(_import(module_name, name), qualname)
     if found is None:
         raise NoSuchFunction(
-            f"module {module_name!r} has no {qualname!r} on this worker (asked for {name!r}); the RPC pickler does not "
-            f"serialize the code of importable functions, so both workers need it"
+            f"module {module_name!r} has no {qualname!r} on the called worker (asked for {name!r}); the RPC pickler does "
+            f"not serialize the code of importable functions, so both workers need it"
         )
     if not callable(found):
         raise TypeError(f"{name!r} is a {type(found).__name__}, not a function")
@@ -519,5 +520,5 @@ def _import(module_name: str, name: str) -> ModuleType:
     try:
         return import_module(module_name)
     except ModuleNotFoundError as error:
-        text = f"{name!r} cannot be called on this worker: {error}; make the module importable there"
+        text = f"{name!r} cannot be called: {error}; make the module importable on the called worker"
         raise ModuleNotFoundError(text, name=error.name, path=error.path) from error

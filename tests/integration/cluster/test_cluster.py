@@ -192,7 +192,7 @@ def test_metrics(cluster: Cluster) -> None:
     assert 'gradwire_worker_up{worker="worker1"} 1.0' in text
     assert metrics.serve_workers().keys() == {"worker0", "worker1"}
     cluster.close()
-    with pytest.raises(WorkerLost, match="this cluster was closed, so there is nothing to measure"):
+    with pytest.raises(NotInitialized, match="this cluster is closed; start another one"):
         cluster.metrics()
 
 

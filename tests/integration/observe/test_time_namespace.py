@@ -53,4 +53,4 @@ def test_clock_of_another_machine_is_measured(
     assert len(pairs) == 4
     assert all(source.start_ns <= target.start_ns + found.clock_error_ns for source, target in pairs)
     span_ns = max(target.end_ns for _, target in pairs) - min(source.start_ns for source, _ in pairs)
-    assert span_ns < 60 * 10**9, "on one time line"
+    assert span_ns < 60 * 10**9, "on one timeline"

@@ -114,7 +114,7 @@ def test_contexts_that_are_none(cluster: Cluster) -> None:
     with gw.autograd.context() as ctx:
         ctx.backward(there.loss(batches(0)))
         for wrong in (None, "ctx", True, [], [None], 1.5, lambda: None):
-            with pytest.raises(ConfigurationError, match="step needs a context id"):
+            with pytest.raises(ConfigurationError, match="context_id must be a context id"):
                 there.optimizer.step(wrong)
         with pytest.raises(ConfigurationError, match="a context is listed twice"):
             there.optimizer.step([ctx, ctx])

@@ -149,7 +149,7 @@ def test_all_gather_and_barrier(make_agents: Any) -> None:
 
 
 def test_all_gather_says_who_is_missing(pair: list[Agent]) -> None:
-    with pytest.raises(RpcTimeout, match="did not join in time: b"):
+    with pytest.raises(RpcTimeout, match=r"did not make the same call \(.*_all_gather.*\) in time: b"):
         rpc._all_gather(1, timeout=0.1)
 
 

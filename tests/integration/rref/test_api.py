@@ -224,7 +224,7 @@ def test_a_creation_that_takes_too_long(names: list[str]) -> None:
 def test_one_deadline_for_making_and_fetching(names: list[str]) -> None:
     rref = rpc.remote(names[0], tasks.wait_gate, timeout=0)
     started = time.monotonic()
-    with pytest.raises(RpcTimeout, match=r"not created within 0\.3 s") as caught:
+    with pytest.raises(RpcTimeout, match=r"not created on worker worker0 within 0\.3 s") as caught:
         rref.to_here(timeout=0.3)
     assert caught.value.worker == names[0]
     assert time.monotonic() - started < 10

@@ -197,7 +197,7 @@ def check_one_bad_rank(world: World) -> list[str]:
 def test_offsets_that_are_wrong_on_one_rank(worlds: Worlds) -> None:
     first, second, third = worlds.check("group", 3, check_one_bad_rank)
     assert first == third
-    assert all(text.startswith("failed on rank 1, ") for text in first)
+    assert all(text.startswith("the operation on a sharded tensor failed on rank 1, ") for text in first)
     assert all(text.startswith("offsets") for text in second)
 
 

@@ -288,7 +288,7 @@ def test_retrieve() -> None:
     assert container.retrieve(context.context_id) is context
     assert container.find(context.context_id) is context
     assert container.find(4711) is None
-    with pytest.raises(UnknownContext, match=r"Could not find autograd context with id: 4711\. Worker 1 has never"):
+    with pytest.raises(UnknownContext, match=r"Could not find autograd context with id: 4711\. Rank 1 has never"):
         container.retrieve(4711)
 
 

@@ -123,7 +123,7 @@ def test_contexts_of_one_worker_are_limited_and_those_of_others_are_not_concerne
     refused = [error for error in errors if error is not None]
     assert len(engine_of(b).container) == 200 - len(refused) == LIMIT // CONTEXT_BYTES
     assert all(isinstance(error, LimitExceeded) for error in refused)
-    assert "of worker 2 would take more than 262144 bytes here (Limits.autograd_bytes)" in str(refused[0])
+    assert "of rank 2 would take more than 262144 bytes here (Limits.autograd_bytes)" in str(refused[0])
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         check_gradient(ctx, rpc.rpc_sync("b", "hostile.layer", args=(x,)).sum(), x)
@@ -187,7 +187,7 @@ class TestQuotas:
         quotas.charge(1, context, 60)
         quotas.charge(2, context, 100)
         quotas.refund(context, 1, 10)
-        with pytest.raises(LimitExceeded, match=r"of worker 1 would take more than 100 bytes here"):
+        with pytest.raises(LimitExceeded, match=r"of rank 1 would take more than 100 bytes here"):
             quotas.charge(1, context, 51)
         quotas.settle(context)
         quotas.settle(context)

@@ -131,7 +131,7 @@ def as_too_many(note: PropagateGradients, tensors: Sequence[torch.Tensor]) -> tu
         (lambda note, tensors: (note, []), "a message from a is missing gradients"),
         (lambda note, tensors: (note, [*tensors, *tensors]), "carries 1 more gradients than it lists"),
         (as_too_many, "got 2 for 1 tensors"),
-        (as_unknown_send, "which this worker did not send to worker 0 in this context"),
+        (as_unknown_send, "which this worker did not send to rank 0 in this context"),
     ],
     ids=["shape", "dtype", "none", "one more", "two for one", "unknown send"],
 )
@@ -170,7 +170,7 @@ def test_gradient_for_a_send_to_somebody_else_is_refused(trio: list[Agent]) -> N
             c.notices.send("a", "autograd.propagate", note, [torch.full((3,), 1e6)])
 
         c.reactor.run_soon(answer_for_another)
-        with pytest.raises(BackwardFailed, match="which this worker did not send to worker 2") as caught:
+        with pytest.raises(BackwardFailed, match="which this worker did not send to rank 2") as caught:
             ctx.backward(loss, timeout=20)
         gate.set()
         assert caught.value.operation == "taking gradients from c"

@@ -263,7 +263,7 @@ def test_gradients_of_gradients(trio: list[Agent]) -> None:
         (lambda worker, message, *_: (worker, message, 1, 1), "a shortcut to tensors that message"),
         (lambda worker, message, *_: (worker, message, 0, 2), "got 2 for 1 tensors"),
         (lambda worker, message, *_: (worker, message, 0, 1 << 40), "a shortcut to tensors that message"),
-        (lambda worker, message, *rest: (worker, message + 1000, *rest), "which this worker did not send to worker 0"),
+        (lambda worker, message, *rest: (worker, message + 1000, *rest), "which this worker did not send to rank 0"),
         (lambda *route: route, "does not fit message"),
     ],
     ids=["number", "too many", "far too many", "message", "one more"],

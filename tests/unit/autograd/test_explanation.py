@@ -137,7 +137,7 @@ def test_worker_that_is_gone(trio: list[Agent]) -> None:
 
 def test_worker_without_the_context(trio: list[Agent]) -> None:
     with gw.autograd.context() as ctx:
-        with torch.no_grad(), pytest.raises(UnknownContext, match="Worker 1 has never taken part in it"):
+        with torch.no_grad(), pytest.raises(UnknownContext, match="Rank 1 has never taken part in it"):
             rpc.rpc_sync("b", gw.autograd.explain, args=(int(ctx),))
         assert "a: 0 sends, 0 recvs" in str(ctx.explain())
 

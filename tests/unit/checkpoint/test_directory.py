@@ -100,9 +100,17 @@ def test_no_checkpoint_is_an_error_that_names_the_directory(tmp_path: Path) -> N
     assert not (tmp_path / "none").exists()
 
 
+def test_directory_that_cannot_be_opened_is_not_reported_as_missing(tmp_path: Path) -> None:
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for call in (checkpoint.load, checkpoint.read, checkpoint.verify, checkpoint.inspect):
+        with pytest.raises(CheckpointError, match=r"cannot open the checkpoint directory .*/loop: Too many") as caught:
+            call(tmp_path / "loop")
+        assert not isinstance(caught.value, CheckpointMissing)
+
+
 def test_a_place_that_is_no_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointWriteFailed, match=f"cannot make {tmp_path}/file"):
+    with pytest.raises(CheckpointWriteFailed, match=f"cannot create {tmp_path}/file"):
         save(tmp_path / "file", 1)
 
 
@@ -252,6 +260,6 @@ def test_locks_do_not_write_through_links(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / WRITER_LOCK).symlink_to(tmp_path / "mine")
-    with pytest.raises(CheckpointError, match=r"cannot make .*symbolic links"):
+    with pytest.raises(CheckpointError, match=r"cannot create .*symbolic links"):
         saved(tmp_path / "run")
     assert (tmp_path / "mine").read_text() == "mine"

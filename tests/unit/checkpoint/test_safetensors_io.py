@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import errno
 import math
 import os
+import re
 import resource
 import signal
 import tempfile
@@ -195,6 +197,21 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, folder: F
     assert (caught.value.file, caught.value.tensor) == (NAME, "second")
     assert isinstance(caught.value.__cause__, OSError)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "advice"),
+    [
+        (errno.ENOSPC, "No space left on device. Free some space there, or save to another directory"),
+        (errno.EROFS, "Read-only file system. Save to a directory that every worker can write to"),
+    ],
+)
+def test_advice_depends_on_why_it_cannot_be_written(folder: Folder, number: int, advice: str) -> None:
+    def fail(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(CheckpointWriteFailed, match=re.escape(advice)):
+        write_file(folder, NAME, {"a": torch.zeros(8)}, "worker0", "here", fail)
 
 
 def test_an_interrupted_write_leaves_nothing(tmp_path: Path, folder: Folder) -> None:

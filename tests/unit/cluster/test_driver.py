@@ -47,5 +47,10 @@ def test_wrong_options(options: dict[str, Any], words: str) -> None:
         ClusterOptions(**options)
 
 
+def test_values_of_the_environment_are_not_shown() -> None:
+    with pytest.raises(ConfigurationError, match=r"env must map strings to strings; .* not strings: \['A', 2\]\n"):
+        ClusterOptions(num_workers=1, environment={"A": 1, 2: "b", "KEY": "secret"})  # type: ignore[dict-item]
+
+
 def test_token_is_not_shown() -> None:
     assert "hidden" not in repr(ClusterOptions(num_workers=1, token=b"hidden"))

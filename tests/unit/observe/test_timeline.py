@@ -1,4 +1,4 @@
-"""Events find their places on the tracks of a time line."""
+"""Events find their places on the tracks of a timeline."""
 
 from __future__ import annotations
 

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import MakeAgents
 from gradwire.autograd.context import DistAutogradContext
-from gradwire.errors import AutogradError, ConfigurationError, UnknownContext
+from gradwire.errors import AutogradError, ConfigurationError, RpcTimeout, UnknownContext
 from gradwire.params import rwlock as guards
 from gradwire.params import rwlock as reading
 from gradwire.params import snapshots as sharing
@@ -296,3 +297,21 @@ def test_a_step_that_is_interrupted_before_it_waits_holds_up_nobody(monkeypatch:
 
 def interrupt(*_: object) -> None:
     raise KeyboardInterrupt
+
+
+busy = threading.Lock()
+
+
+def use_busy() -> None:
+    with sharing.Held(busy, "another operation is using this optimizer"):
+        pass
+
+
+def test_an_operation_that_waits_too_long_for_another_names_its_worker(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sharing, "_WAIT_S", 0.0)
+    a, _b = make_agents(2)
+    words = r"use_busy on worker b timed out waiting: another operation is using this optimizer \(phase: run\)"
+    with busy, pytest.raises(RpcTimeout, match=words):
+        a.call("b", use_busy)

@@ -15,7 +15,7 @@ import torch
 
 from conftest import MakeAgents
 from gradwire.config import Limits, WorkerConfig
-from gradwire.errors import ConfigurationError, RemoteCallFailed, TransportError, WorkerLost
+from gradwire.errors import ConfigurationError, RemoteCallFailed, RpcTimeout, TransportError, WorkerLost
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.connection import Connection, Request
 from gradwire.rpc.functions import async_execution
@@ -525,6 +525,16 @@ def test_the_end_of_a_connection_does_not_overtake_the_goodbye_that_is_being_rea
     a.close()
     wait_until(lambda: reasons, 10.0, "that b knows the end of a")
     assert reasons == ["it has shut down"]
+
+
+def test_a_shutdown_that_times_out_says_which_calls_are_in_progress(make_agents: MakeAgents) -> None:
+    a, _b = make_agents(2)
+    called = a.submit("b", wait_at_gate)
+    words = "timed out in rpc.shutdown: 1 calls made by worker a and 0 calls that it serves are still in progress"
+    with pytest.raises(RpcTimeout, match=f"{words}; pass a larger timeout"):
+        a.gathering.wait_all_quiet(time.monotonic())
+    gate.set()
+    assert called.wait()
 
 
 def test_asking_all_returns_the_valid_answers_by_worker_in_the_order_given(make_agents: MakeAgents) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import operator
+import sys
 import threading
 import time
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from conftest import MakeAgents
-from gradwire.errors import ConnectionClosed, ConnectionLost, RpcTimeout, WorkerLost
+from gradwire.errors import ConnectionClosed, ConnectionLost, RpcError, RpcTimeout, WorkerLost
 from gradwire.rpc import connection as incoming
 from gradwire.rpc.connection import Connection
 from gradwire.rpc.reader import Reader
@@ -27,6 +28,15 @@ def echo(value: Any) -> Any:
 
 def make_large() -> torch.Tensor:
     return torch.ones(4_000_000)
+
+
+class Exiting:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, ()
+
+
+def make_exiting() -> Exiting:
+    return Exiting()
 
 
 def stand_still(reader: Reader) -> None:
@@ -94,6 +104,15 @@ def test_a_call_to_a_worker_that_has_left_loses_no_answer(
     with pytest.raises(WorkerLost, match="it has shut down"):
         a.call("b", operator.add, (1, 2), timeout_s=5.0)
     assert earlier.wait() == 3
+
+
+def test_a_result_that_ends_the_program_when_it_is_unpickled_fails_its_call(make_agents: MakeAgents) -> None:
+    a, _b = make_agents(2)
+    words = r"the result of .*make_exiting from worker b could not be rebuilt: unpickling it raised SystemExit"
+    with pytest.raises(RpcError, match=words) as caught:
+        a.call("b", make_exiting)
+    assert caught.type is RpcError
+    assert a.call("b", operator.add, (1, 2)) == 3
 
 
 def test_a_lane_that_ends_before_it_is_listed_is_not_listed(

@@ -119,7 +119,7 @@ def test_the_end_of_an_incarnation_ends_what_was_kept_for_it() -> None:
 
 @pytest.mark.parametrize("number", [WINDOW + 1, 1 << 62])
 def test_invented_numbers_are_refused(number: int) -> None:
-    with pytest.raises(DecodeError, match=f"batch {number} of worker 1"):
+    with pytest.raises(DecodeError, match=f"batch {number} of rank 1"):
         Outbox(A).arrived(Batch(B, A, number))
 
 
@@ -129,7 +129,7 @@ def test_a_worker_that_takes_no_answers_gets_no_more(monkeypatch: pytest.MonkeyP
     for _ in range(4):
         outbox.put(Confirm(B, 9, False))
     outbox.take()
-    with pytest.raises(DecodeError, match="worker 1 does not read the replies"):
+    with pytest.raises(DecodeError, match="rank 1 does not read the replies"):
         outbox.arrived(Batch(B, A, 1))
     outbox.arrived(Batch(B, A, 0, 1))
     assert outbox.arrived(Batch(B, A, 1))

@@ -65,7 +65,7 @@ FIELDS = [GOOD, "the part", False, None, False]
         (0, ([7, 5], [([0, 0], [7, 5], "b/cpu")], *GOOD[2:]), "owned by the worker of the shard"),
         (0, ([5, 7], [([0, 0], [5, 7], "a/cpu")], *GOOD[2:]), "refers to another value"),
         (0, (*GOOD[:2], torch.float64, *GOOD[3:]), "refers to another value"),
-        (0, (*GOOD[:5], [2, ["a/cpu"]]), "dimension 2 of a tensor of 2 dimensions"),
+        (0, (*GOOD[:5], [2, ["a/cpu"]]), "dimension 2 is out of range for a tensor of 2 dimensions"),
         (0, ([1] * 65, [([0] * 65, [1] * 65, "a/cpu")], *GOOD[2:]), "at most 64 dimensions"),
         (0, ([7, 5], [([0, 0], [0, 0], "a/cpu")] * 5000, *GOOD[2:]), "at most 4096 shards"),
         (3, [-1, 5], "is not a valid tensor size"),

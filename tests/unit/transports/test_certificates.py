@@ -213,7 +213,7 @@ def test_a_key_that_cannot_be_read(copied: Path) -> None:
 def test_a_folder_in_place_of_a_file(copied: Path) -> None:
     (copied / "worker.key").unlink()
     (copied / "worker.key").mkdir()
-    with pytest.raises(ConfigurationError, match=r"cannot read .*worker\.key"):
+    with pytest.raises(ConfigurationError, match=r"cannot read .*worker\.key.*; it must be a file that this user"):
         client_context(keys_for(copied))
 
 

@@ -358,8 +358,8 @@ def test_class_may_say_itself_why_it_cannot_be_sent() -> None:
     [
         (b"", DecodeError, "not a pickle"),
         (b"\x80\x05garbage", GradwireError, "pickle|rebuilt"),
-        (b"cno_such_module\nf\n.", CannotSend, "importable here"),
-        (b"coperator\nno_such_function\n.", CannotSend, "importable here"),
+        (b"cno_such_module\nf\n.", CannotSend, "importable on both workers"),
+        (b"coperator\nno_such_function\n.", CannotSend, "importable on both workers"),
         (b"cbuiltins\nint\n(S'x'\ntR.", CannotSend, "ValueError"),
         (b"\x80\x05K\x07Q.", DecodeError, "tensor 7"),
     ],

@@ -1,4 +1,4 @@
-// The time line of a step: a lane for each worker, a bar for each span.
+// The timeline of a step: a lane for each worker, a bar for each span.
 
 import { bytes, duration, make, makeSvg, shortName } from "./format.js";
 

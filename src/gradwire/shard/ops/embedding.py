@@ -468,7 +468,10 @@ def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -
         raise problem
     for place, other in zip(backend.participants, gathered, strict=True):
         if other[0] == _FAILED:
-            raise RuntimeError(f"failed on rank {place}, which raises the cause; no rank continues")
+            raise RuntimeError(
+                f"the operation on a sharded tensor failed on rank {place}, which raised the cause; no rank returned a "
+                "result"
+            )
         if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
             raise ValueError(
                 f"rows must have the same size on every rank: {list(rows.size()[1:])} on {backend.own_place}, "
