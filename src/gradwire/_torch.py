@@ -5,8 +5,10 @@ A torch release that changes one of them breaks only this file and the test for 
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import operator
+import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from types import CodeType
@@ -84,10 +86,32 @@ def post_accumulate_hooks(leaf: torch.Tensor) -> Any:
 
 
 # Store objects in the thread-local state that torch propagates to the threads of its engine.
-_keep: Any = torch._C._stash_obj_in_tls
+_stash: Any = torch._C._stash_obj_in_tls
 _find: Any = torch._C._get_obj_in_tls
 _has: Any = torch._C._is_key_in_tls
 _remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)  # not in older releases
+
+
+def _steals_reference() -> bool:
+    """Return whether storing an object takes over a reference to it, as in older releases, instead of adding one."""
+    stored = object()
+    before = sys.getrefcount(stored)
+    _stash("gradwire.probe", stored)
+    is_stolen = sys.getrefcount(stored) == before
+    if is_stolen:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(stored))
+    _stash("gradwire.probe", None)
+    if _remove is not None:
+        _remove("gradwire.probe")
+    return is_stolen
+
+
+def _stash_with_reference(name: str, value: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))  # the one that torch takes over
+    _stash(name, value)
+
+
+_keep: Any = _stash_with_reference if _steals_reference() else _stash
 
 
 class Carried(Generic[T]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import types
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -393,7 +394,8 @@ def test_qualified_name() -> None:
     def double(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    with pytest.warns(DeprecationWarning, match="torch.jit"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch.jit is deprecated in newer releases
         script = torch.jit.script(double)
     assert _torch.qualified_name(script).startswith("__torch__.")
     assert _torch.qualified_name(script).endswith("double")
@@ -555,8 +557,8 @@ def test_hook_mixin() -> None:
 
     _torch.hook_mixin._register_hook = staticmethod(note)
     try:
-        node: Any = Doubled.apply(torch.ones(2, requires_grad=True)).grad_fn  # type: ignore[no-untyped-call]
-        node.register_hook(print)
+        doubled = Doubled.apply(torch.ones(2, requires_grad=True))  # type: ignore[no-untyped-call]
+        doubled.grad_fn.register_hook(print)
     finally:
         _torch.hook_mixin._register_hook = staticmethod(before)
     assert noted == [print]
@@ -587,6 +589,18 @@ def test_carried_value_of_every_thread() -> None:
     thread.start()
     thread.join(10.0)
     assert (value.get(), seen) == (2, [7])
+
+
+def test_carried_value_is_kept_alive_and_let_go() -> None:
+    """Older releases take over a reference that they are not given."""
+    value: Carried[Any] = Carried("tests.carried.kept", None)
+    kept = object()
+    before = sys.getrefcount(kept)
+    value.set(kept)
+    during = sys.getrefcount(kept)
+    value.set(None)
+    after = sys.getrefcount(kept)
+    assert (during, after) == (before + 1, before)
 
 
 def test_carried_values_are_kept_apart() -> None:

@@ -45,6 +45,14 @@ class Came:
 
 
 CAME: dict[int, Came] = {}
+KEPT: list[RecordedSend] = []  # the nodes of a send live as long as it does
+
+
+@pytest.fixture(autouse=True)
+def let_go() -> Iterator[None]:
+    yield
+    CAME.clear()
+    KEPT.clear()
 
 
 def recv(message_id: int, num_tensors: int = 1) -> tuple[torch.Tensor, ...]:
@@ -60,7 +68,8 @@ def walk(
     nodes = {}
     for name, values in sends.items():
         tensors = values if isinstance(values, tuple) else (values,)
-        nodes[int(name[1:])] = RecordedSend(int(name[1:]), 0, "f", RESULT, list(tensors)).start
+        KEPT.append(RecordedSend(int(name[1:]), 0, "f", RESULT, list(tensors)))
+        nodes[int(name[1:])] = KEPT[-1].start
     return LocalGraph([root.grad_fn for root in roots], nodes, {item: CAME.get(item) or Came() for item in recvs})
 
 
@@ -226,7 +235,8 @@ class TestDirectLeaves:
     def test_not_if_somebody_watches_what_came(self, watch: str) -> None:
         (value,) = recv(1)
         node: Any = value.grad_fn
-        sent = make_send(2, [value]).grad_fn
+        handle = make_send(2, [value])
+        sent = handle.grad_fn
         assert LocalGraph([], {2: sent}, CAME).direct == [[(1, 0)]]
         if watch in ("hook", "dropped"):
             value.register_hook(lambda _: None)  # type: ignore[no-untyped-call]
@@ -302,7 +312,8 @@ def test_random_graph(seed: int) -> None:
     roots, sends, recvs = make_random_graph(random.Random(seed))
     graph = walk(roots, recvs, **{f"s{number}": values for number, values in sends.items()})
     starts: dict[int, list[Any]] = {0: [node_of(root) for root in roots]} if roots else {}
-    starts |= {number: [node_of(make_send(number, values))] for number, values in sends.items()}
+    handles = {number: make_send(number, values) for number, values in sends.items()}
+    starts |= {number: [node_of(handle)] for number, handle in handles.items()}
     reached = {source: {node for start in nodes for node in reached_from(start)} for source, nodes in starts.items()}
     expected = {frozenset({source}) for source in starts}
     for one, first in reached.items():
