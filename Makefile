@@ -126,7 +126,7 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	@touch $@
 
-SPHINX = $(BIN)/python -m sphinx -W --keep-going -j auto
+SPHINX = $(BIN)/python -m sphinx -W --keep-going -j auto -d docs/_build/doctrees
 docs: $(DOCS_STAMP)
 	$(SPHINX) -q -b html docs docs/_build/html
 	@echo "docs/_build/html/index.html"

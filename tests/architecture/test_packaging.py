@@ -94,7 +94,9 @@ def test_one_home() -> None:
     paths = [
         path for folder in folders for path in folder.glob("*.*" if folder == ROOT else "**/*.*") if path.is_file()
     ]
-    texts = [path.read_bytes().decode(errors="replace") for path in paths if "_build" not in path.parts]
+    texts = [
+        path.read_bytes().decode(errors="replace") for path in paths if not {"_build", "__pycache__"} & set(path.parts)
+    ]
     urls = {url for text in texts for url in re.findall(r"https?://gradwire\.[^\s\"'`)]*", text)}
     assert home in urls
     assert {url for url in urls if not url.startswith(home)} == set()

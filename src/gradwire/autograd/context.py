@@ -503,7 +503,7 @@ class DistAutogradContainer:
         )
 
     def __repr__(self) -> str:
-        return f"<DistAutogradContainer of worker {self.worker}, {len(self)} contexts>"
+        return f"<DistAutogradContainer of rank {self.worker}, {len(self)} contexts>"
 
     def __len__(self) -> int:
         return len(self._contexts)

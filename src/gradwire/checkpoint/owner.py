@@ -46,6 +46,7 @@ from gradwire.checkpoint.tree import Claim, Encoder
 from gradwire.errors import (
     CannotSave,
     CheckpointDamaged,
+    CheckpointError,
     CheckpointMismatch,
     CheckpointMissing,
     DecodeError,
@@ -242,7 +243,9 @@ def _open(place: Directory) -> Folder:
     try:
         return place.open()
     except OSError as error:
-        raise CheckpointMissing(f"cannot open the directory {place.path}: {error.strerror}", str(place.path)) from error
+        is_missing = isinstance(error, FileNotFoundError | NotADirectoryError)
+        kind = CheckpointMissing if is_missing else CheckpointError
+        raise kind(f"cannot open the directory {place.path}: {error.strerror}", str(place.path)) from error
 
 
 # -- requests of other workers ------------------------------------------------------------------------------------------

@@ -131,9 +131,10 @@ def write_file(
     except FileExistsError as error:
         raise CheckpointWriteFailed(f"worker {worker} cannot write {path}: it already exists", file_name) from error
     except OSError as error:
-        text = f"worker {worker} cannot write {path} (tensor '{name}'): {error.strerror or error}"
-        advice = "Save to a directory that every worker can write to"
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what = f" (tensor '{name}')" if name else ""
+        text = f"worker {worker} cannot write {path}{what}: {error.strerror or error}"
+        advice = "Save to another directory, which every worker can write to"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             advice = "Free some space there, or save to another directory"
         raise CheckpointWriteFailed(f"{text}. {advice}", file_name, name) from error
     return FileEntry(output.num_bytes, len(header), checksum_of(header), worker, host), entries

@@ -300,7 +300,7 @@ class ForkServerProcess:
         while not _interrupts.poll(poller, max(0.0, min(deadline - time.monotonic(), REFRESH_S)) * 1000):
             if time.monotonic() >= deadline:
                 raise WorkerStartFailed(
-                    "the fork server did not import torch in time; raise start_timeout_s (timeout for add_workers)"
+                    "the fork server did not import torch in time; raise start_timeout_s (or timeout, for add_workers)"
                 )
             on_wait()
         message = self.receive()

@@ -149,7 +149,7 @@ class ClusterMetrics:
         members = [member for member in self._members() if member.is_running]
         last = max((member.rank for member in members), default=0)
         if port and port + last > 65_535:
-            raise ConfigurationError(f"port {port} plus the highest rank ({last}) exceeds 65,535; pass a lower port")
+            raise ConfigurationError(f"port {port} plus the highest rank ({last}) exceeds 65535; pass a lower port")
         asked = {}
         for member in members:
             args = (host, port + member.rank if port else 0)

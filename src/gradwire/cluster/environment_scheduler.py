@@ -160,8 +160,8 @@ def _connect_store(host: str, port: int, deadline: float) -> Any:
         except (OSError, RuntimeError) as error:
             if time.monotonic() >= deadline:
                 raise RendezvousFailed(
-                    f"timed out waiting for rank 0 at tcp://{host}:{port}: {error}; check MASTER_ADDR and MASTER_PORT, or "
-                    "raise start_timeout_s"
+                    f"timed out waiting for the store at tcp://{host}:{port}: {error}; check that address (MASTER_ADDR and "
+                    "MASTER_PORT, or GRADWIRE_MASTER), or raise start_timeout_s"
                 ) from error
             _interrupts.sleep(_LOOK_S)
 

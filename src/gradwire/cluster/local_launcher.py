@@ -214,8 +214,8 @@ class LocalLauncher(Launcher):
             return
         if not _interrupts.acquire(self._renewal, max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))):
             raise WorkerStartFailed(
-                "the fork server was killed, and its replacement was not ready in time; raise start_timeout_s (timeout "
-                "for add_workers)"
+                "the fork server was killed, and its replacement was not ready in time; raise start_timeout_s (or "
+                "timeout, for add_workers)"
             )
         try:
             old_server, old_supervisor = self._fork_server, self._supervisor
@@ -224,8 +224,8 @@ class LocalLauncher(Launcher):
             # The thread of the supervisor tells of each worker's end first.
             if not old_supervisor.wait_until(lambda: old_supervisor.has_ended, max(0.0, deadline - time.monotonic())):
                 raise WorkerStartFailed(
-                    "the fork server was killed, and its workers did not exit in time; raise start_timeout_s (timeout "
-                    "for add_workers)"
+                    "the fork server was killed, and its workers did not exit in time; raise start_timeout_s (or "
+                    "timeout, for add_workers)"
                 )
             if not self.folder.is_dir():
                 raise WorkerStartFailed(
@@ -308,7 +308,7 @@ def _raise_if_not_running(workers: Sequence[LocalWorker], timeout_s: float) -> N
     if late:
         names = ", ".join(worker.handle.info.name for worker in late)
         raise WorkerStartFailed(
-            f"not ready after {timeout_s:g} s: {names}; raise start_timeout_s (timeout for add_workers). "
+            f"not ready after {timeout_s:g} s: {names}; raise start_timeout_s (or timeout, for add_workers). "
             f"{_printed(late[0])}"
         )
 

@@ -501,7 +501,7 @@ class RayScheduler(Scheduler):
                 late = ", ".join(process.place for process in waiting.values())
                 raise WorkerStartFailed(
                     f"Ray has not started the process in time: {late}. If it installs a runtime_env, raise start_timeout_s "
-                    "(timeout for add_workers); `ray list actors` and `ray status` show what Ray is waiting for"
+                    "(or timeout, for add_workers); `ray list actors` and `ray status` show what Ray is waiting for"
                 )
 
     def _watch(self, processes: Sequence[RayProcess]) -> None:

@@ -569,7 +569,7 @@ def _exchange(
     except TimeoutError as error:
         detail = f" {error}" if str(error) else ""
         raise WorkerStartFailed(
-            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s (timeout for add_workers), or check "
+            f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s (or timeout, for add_workers), or check "
             f"what its process is doing.{detail}"
         ) from error
     except GradwireError as error:

@@ -298,7 +298,7 @@ class _Job:
     def describe_end(self, number: int, state: str) -> str:
         if state.startswith("PENDING"):
             return (
-                f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s (timeout for add_workers), or "
+                f"Job {self.id} is {state}{_queue_reason(self.id)}; raise start_timeout_s (or timeout, for add_workers), or "
                 "request fewer resources."
             )
         paths = self._paths(number)

@@ -282,8 +282,7 @@ class LocalOptimizer:
         with self._alone:
             parameters = {name: parameter for parameter, name in self._names.items()}
             kind = type(self._optimizer)
-            where = f"on worker {current_engine().worker}"
-            found = [f"no parameter {where} is called {name!r}" for name in forms if name not in parameters]
+            found = [f"no parameter is called {name!r}" for name in forms if name not in parameters]
             for name in parameters.keys() & forms.keys():
                 for key, form in forms[name].items():
                     problem = state_problem(kind, parameters[name], key, form)

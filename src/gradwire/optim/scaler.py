@@ -182,7 +182,7 @@ class GradScaler:
         """Load the state of another scaler, including that of a `torch.amp.GradScaler`.
 
         Raises:
-            ConfigurationError: A key is missing, or the state is empty, as that of a scaler that was not enabled.
+            ConfigurationError: A key is missing, or the state is empty, like that of a scaler that was not enabled.
         """
         if not self._enabled:
             return

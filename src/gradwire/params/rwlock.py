@@ -464,5 +464,5 @@ def deadline_here() -> float:
 def late(reason: str) -> RpcTimeout:
     request = current_request()
     worker = request.source.server.agent.info.name if request is not None else ""
-    what = f"{request.function} on worker {worker}" if request is not None else "a step of this process"
+    what = f"{request.function} on worker {worker}" if request is not None else "an operation of this process"
     return RpcTimeout(f"{what} timed out waiting: {reason} (phase: run)", worker, "run")

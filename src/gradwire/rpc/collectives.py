@@ -163,7 +163,7 @@ class Gathering:
                 failed.extend(answer for _, answer in gathering.answers.values())
         with self._agent.server.answering():  # one of them may be this worker's own, which may then leave at once
             for answer in failed:
-                text = f"worker {name} was lost during a collective call (barrier, _all_gather or shutdown): {reason}"
+                text = f"worker {name} is lost and cannot take part (in a barrier, _all_gather or shutdown): {reason}"
                 answer.set_exception(WorkerLost(text, name))
 
     def on_returned(self, name: str) -> None:
@@ -216,12 +216,11 @@ class Gathering:
     def _wait_quiet(self, deadline: float) -> None:
         while not self._agent.is_quiet:
             if time.monotonic() >= deadline:
-                now = self._agent.statistics()
-                num_served = now.num_running + now.num_waiting + now.num_queued
+                name, num_made = self._agent.info.name, self._agent.client.num_pending
                 raise RpcTimeout(
-                    f"timed out in rpc.shutdown: {now.num_pending} calls made by worker {now.name} and {num_served} calls "
-                    "that it serves are still in progress; pass a larger timeout, or graceful=False",
-                    now.name,
+                    f"timed out in rpc.shutdown: calls of worker {name} are still in progress (made: {num_made}, served: "
+                    f"{len(self._agent.server.requests())}); pass a larger timeout, or graceful=False",
+                    name,
                     "run",
                 )
             _interrupts.sleep(_LOOK_S)

@@ -366,8 +366,8 @@ class Connection:
             self.fail(request, ResourceExhausted(text))
         elif len(requests) > self.max_in_flight and self._has_too_many():
             text = (
-                f"worker {self.agent.info.name} refused the call to {message.function}: worker {self.info.name} has more "
-                f"than {self.max_in_flight} calls in flight (Limits.calls_in_flight); wait for earlier calls"
+                f"worker {self.agent.info.name} refused a call {message.function}: worker {self.info.name} has more than "
+                f"{self.max_in_flight} calls in flight on this connection; wait for earlier calls"
             )
             self.fail(request, LimitExceeded(text))
         elif self.lane == "control":

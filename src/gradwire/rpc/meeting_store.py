@@ -251,9 +251,7 @@ class TorchStore:
             raise self._lost(str(error)) from error
 
     def _lost(self, reason: str) -> MeetingPointLost:
-        is_elsewhere = not (self.is_served_here or self._outlives_workers or self._is_left)
-        advice = "; rank 0, which serves it, may have exited" if is_elsewhere else ""
-        return MeetingPointLost(f"lost the meeting point {self._where}: {reason}{advice}")
+        return MeetingPointLost(f"lost the meeting point {self._where}: {reason}")
 
 
 def run_in_thread(function: Callable[[], T], deadline: float) -> T:

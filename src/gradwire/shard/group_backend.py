@@ -241,8 +241,8 @@ class _Inquiry:
         for rank, of_rank in enumerate(told[:, 0].tolist()):
             if of_rank[0] == _FAILED:
                 raise RuntimeError(
-                    f"the operation on a sharded tensor failed on rank {rank}, which raised the cause; no rank returned a "
-                    "result"
+                    f"the operation on a sharded tensor failed on rank {rank}, which raised the original error; no rank "
+                    "returned a result"
                 )
             if _MAX_TENSORS - of_rank.count(_NO_TENSOR) != num_tensors:
                 raise RuntimeError(

@@ -81,7 +81,7 @@ def test_context_ends_when_neither_its_creator_nor_who_brought_it_is_left(trio: 
     a.close()
     b.close()
     wait_until(lambda: not num_contexts([c]), 20.0, "that c gives it up")
-    with pytest.raises(UnknownContext, match="released because worker"):
+    with pytest.raises(UnknownContext, match="released because rank"):
         context_of(c, context_id)
 
 

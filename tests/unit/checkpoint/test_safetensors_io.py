@@ -203,7 +203,7 @@ def test_a_full_disk_names_the_file_and_leaves_nothing(tmp_path: Path, folder: F
     ("number", "advice"),
     [
         (errno.ENOSPC, "No space left on device. Free some space there, or save to another directory"),
-        (errno.EROFS, "Read-only file system. Save to a directory that every worker can write to"),
+        (errno.EROFS, "Read-only file system. Save to another directory, which every worker can write to"),
     ],
 )
 def test_advice_depends_on_why_it_cannot_be_written(folder: Folder, number: int, advice: str) -> None:

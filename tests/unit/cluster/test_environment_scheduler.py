@@ -97,7 +97,7 @@ def test_rank_0_that_cannot_listen_says_where() -> None:
 def test_a_store_that_nothing_listens_at_is_named() -> None:
     with (
         reserve_port() as port,
-        pytest.raises(RendezvousFailed, match=f"timed out waiting for rank 0 at tcp://127.0.0.1:{port}"),
+        pytest.raises(RendezvousFailed, match=f"timed out waiting for the store at tcp://127.0.0.1:{port}"),
     ):
         open_store(environment(1, master=("127.0.0.1", port)), SharedSecret(b"s" * 32), time.monotonic() + 0.3)
 

@@ -530,7 +530,7 @@ def test_the_end_of_a_connection_does_not_overtake_the_goodbye_that_is_being_rea
 def test_a_shutdown_that_times_out_says_which_calls_are_in_progress(make_agents: MakeAgents) -> None:
     a, _b = make_agents(2)
     called = a.submit("b", wait_at_gate)
-    words = "timed out in rpc.shutdown: 1 calls made by worker a and 0 calls that it serves are still in progress"
+    words = r"timed out in rpc.shutdown: calls of worker a are still in progress \(made: 1, served: 0\)"
     with pytest.raises(RpcTimeout, match=f"{words}; pass a larger timeout"):
         a.gathering.wait_all_quiet(time.monotonic())
     gate.set()

@@ -469,8 +469,8 @@ def join_rows(rows: torch.Tensor, backend: Backend, problem: Exception | None) -
     for place, other in zip(backend.participants, gathered, strict=True):
         if other[0] == _FAILED:
             raise RuntimeError(
-                f"the operation on a sharded tensor failed on rank {place}, which raised the cause; no rank returned a "
-                "result"
+                f"the operation on a sharded tensor failed on rank {place}, which raised the original error; no rank "
+                "returned a result"
             )
         if other[0] != sizes[0] or other[2 : other[0] + 1] != sizes[2 : sizes[0] + 1]:
             raise ValueError(
