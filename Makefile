@@ -1,8 +1,11 @@
 # Every target sets up what it needs: each works as the first command on a fresh clone.
 PYTHON ?= python3
-VENV   := .venv
+TORCH  ?=
+# Another release of torch than the pinned one (make test TORCH=2.8.0) gets an environment of its own.
+VENV   := .venv$(addprefix -torch-,$(TORCH))
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+PINS   := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 .PHONY: help demo test stable browser lint check docs docs-links docs-examples dist dist-check search explore conformance \
         accelerator-check bench bench-peers fuzz soak kills clean
@@ -11,7 +14,7 @@ STAMP  := $(VENV)/.installed
 help:
 	@echo "make demo                train a model that is split over three workers on this machine; with DASHBOARD=1"
 	@echo "                         it trains longer, and a page shows it live"
-	@echo "make test                run the whole test suite, in TEST_PROCESSES (4) processes"
+	@echo "make test                run the whole test suite, in TEST_PROCESSES (4) processes; with TORCH=2.8.0 on that release"
 	@echo "make stable              run it STABLE_RUNS (20) times, until one fails"
 	@echo "make browser             install a Chromium for the tests of that page, if there is none and you are root"
 	@echo "make lint                check format, lint, types and layers"
@@ -35,7 +38,8 @@ help:
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(if $(TORCH),sed "s/^torch==.*/torch==$(TORCH)/" constraints.txt > $(PINS))
+	$(BIN)/python -m pip install --quiet -c $(PINS) -e ".[dev]"
 	@touch $@
 
 demo: $(STAMP)
@@ -66,7 +70,7 @@ check: lint
 
 # The tools for releases have a stamp of their own, so that `make test` does without them.
 $(VENV)/.installed-release: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[release]"
+	$(BIN)/python -m pip install --quiet -c $(PINS) -e ".[release]"
 	@touch $@
 
 dist: $(VENV)/.installed-release
@@ -123,7 +127,7 @@ kills: $(STAMP)
 DOCS_STAMP := $(VENV)/.installed-docs
 $(DOCS_STAMP): $(STAMP)
 	@$(BIN)/python -c "import sys; sys.exit(sys.version_info < (3, 11) and 'make docs needs Python 3.11 or later, for Sphinx 9')"
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/python -m pip install --quiet -c $(PINS) -e ".[docs]"
 	@touch $@
 
 SPHINX = $(BIN)/python -m sphinx -W --keep-going -j auto -d docs/_build/doctrees
@@ -139,5 +143,5 @@ docs-examples: $(STAMP)
 	$(BIN)/python docs/scripts/run_examples.py $(EXAMPLES)
 
 clean:
-	rm -rf docs/_build docs/examples/programs build dist $(VENV) $(PEERS)
+	rm -rf docs/_build docs/examples/programs build dist .venv .venv-torch-* $(PEERS)
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

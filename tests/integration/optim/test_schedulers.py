@@ -28,6 +28,7 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # SequentialLR uses it itself in torch 2.8
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_same_as_in_one_process(cluster: Cluster, name: str) -> None:
     here, there = OneProcess((1, 2, 3)), Distributed((1, 2, 3), cluster.workers)

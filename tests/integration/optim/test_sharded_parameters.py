@@ -198,8 +198,9 @@ def test_modules_with_sharded_parameters_and_names(cluster: Cluster) -> None:
 def test_misuse_is_named(cluster: Cluster) -> None:
     table = specs()[0].shard(torch.ones(ROWS, COLUMNS)).requires_grad_()
     make = gw.optim.DistributedOptimizer
-    with pytest.raises(ConfigurationError, match="Muon needs whole parameters"):
-        make(torch.optim.Muon, [table], lr=0.1)
+    if hasattr(torch.optim, "Muon"):  # not in torch 2.8
+        with pytest.raises(ConfigurationError, match="Muon needs whole parameters"):
+            make(torch.optim.Muon, [table], lr=0.1)
     with pytest.raises(OptimizerNotMade, match="pass the sharded tensor itself"):
         make(torch.optim.SGD, [RRef(table)], lr=0.1)
     with pytest.raises(OptimizerNotMade, match="more than once"):

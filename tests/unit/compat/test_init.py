@@ -177,7 +177,7 @@ def test_torch_s_own_workers_must_be_gone(tmp_path: object) -> None:
         "print(rpc.rpc_sync.__module__)\n"
     )
     run = quick_python.run([sys.executable, "-c", text], timeout=60, check=True)
-    first, second = run.stdout.splitlines()
+    first, second = (line for line in run.stdout.splitlines() if not line.startswith("[Gloo]"))  # torch 2.8 prints that
     assert "torch's own rpc is running" in first
     assert second.startswith("gradwire.")
 

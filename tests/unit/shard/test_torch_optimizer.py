@@ -187,7 +187,7 @@ SHAPES = ((3, 4), (2, 3, 4), (5,), (1,), ())
 
 
 def stepped(kind: type[Any], options: dict[str, Any], num_steps: int = 2) -> tuple[Any, list[torch.nn.Parameter]]:
-    shapes = ((3, 4), (4, 3)) if kind is torch.optim.Muon else SHAPES  # it takes matrices only
+    shapes = ((3, 4), (4, 3)) if kind is getattr(torch.optim, "Muon", None) else SHAPES  # it takes matrices only
     params = [torch.nn.Parameter(torch.linspace(-1.0, 1.0, torch.Size(shape).numel()).view(shape)) for shape in shapes]
     optimizer = make_optimizer(kind, params, (), {"lr": 0.1, **options})
     for number in range(num_steps):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 
@@ -57,15 +58,29 @@ def bits(tensor: torch.Tensor) -> list[int]:
     return list(samples.bytes_of(tensor))
 
 
+def can_be_copied(dtype: torch.dtype) -> bool:
+    """Whether torch can copy tensors of a dtype that are not contiguous; 2.8 cannot for one of them."""
+    if dtype is torch.float4_e2m1fn_x2:
+        with contextlib.suppress(NotImplementedError):
+            return of_dtype(dtype, 2, 2).t().contiguous().is_contiguous()
+        return False
+    return True
+
+
 @pytest.mark.parametrize("dtype", tensors.DTYPES, ids=str)
 def test_every_dtype(dtype: torch.dtype) -> None:
     tensor = of_dtype(dtype, 3, 4)
     assert bits(round_trip(tensor)) == bits(tensor)
-    assert bits(round_trip(tensor.t())) == bits(tensor.t().contiguous())
     assert round_trip(tensor[:0]).numel() == 0
 
 
-@pytest.mark.parametrize("dtype", tensors.DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", list(filter(can_be_copied, tensors.DTYPES)), ids=str)
+def test_every_dtype_that_is_not_contiguous(dtype: torch.dtype) -> None:
+    tensor = of_dtype(dtype, 3, 4).t()
+    assert bits(round_trip(tensor)) == bits(tensor.contiguous())
+
+
+@pytest.mark.parametrize("dtype", list(filter(can_be_copied, tensors.DTYPES)), ids=str)
 def test_copy_into_every_dtype_and_stride(dtype: torch.dtype) -> None:
     tensor = of_dtype(dtype, 4, 3)[::2].t()
     target = torch.zeros(tensor.nbytes, dtype=torch.uint8)
