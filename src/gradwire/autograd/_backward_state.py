@@ -13,10 +13,8 @@ The rules (``docs/concepts/backward.md`` argues why they end):
 - A worker that joins tells the destinations of its sends that the pass has begun, unless it has received a message from
   them or will certainly write to them without their help: it holds a recv from them that is younger than its sends to them.
 - Tensors that came from one worker and went to another untouched, or back, need no answer here: the introduction to the
-  other
-  offers a *shortcut* to where they came from. Should the answer arrive here nevertheless, because the recv had fired
-  before the
-  offer came, it is passed on as if there had been no shortcut.
+  other offers a *shortcut* to where they came from. Should the answer arrive here nevertheless, because the recv had
+  fired before the offer came, it is passed on as if there had been no shortcut.
 
 Every wait points forward in the order in which messages were made, so waits cannot form a cycle.
 
@@ -607,9 +605,8 @@ def is_stalled(before: Mapping[int, PassSnapshot], now: Mapping[int, PassSnapsho
     """Return whether the pass cannot make progress, from two successive probes of every participant.
 
     No run computes, every sent message has been handled, and nothing changed between the probes: then no message was in
-    flight
-    during the second one. If a worker is not in the pass, or does not answer, the pass ends without a probe, and the counts
-    prove nothing.
+    flight during the second one. If a worker is not in the pass, or does not answer, the pass ends without a probe, and
+    the counts prove nothing.
     """
     if before != now or all(item.is_done for item in now.values()):
         return False

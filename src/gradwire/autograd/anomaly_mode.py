@@ -60,8 +60,7 @@ class _WarningCatcher:
     """Catches torch's warnings, separately for each thread.
 
     `warnings.catch_warnings` is not thread-safe: two threads that leave it in another order than they entered it leave
-    a list
-    behind that swallows the warnings of the whole process.
+    a list behind that swallows the warnings of the whole process.
     """
 
     # `open` and `close` are called under the lock.

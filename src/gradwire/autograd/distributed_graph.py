@@ -1,8 +1,7 @@
 """The distributed autograd graph of a context, as data, text and picture.
 
 `assemble` builds it from the answers of the workers (`worker_views.py`). No answer is trusted: parts that do not fit
-together are
-left out, and the graph notes how many.
+together are left out, and the graph notes how many.
 """
 
 from __future__ import annotations

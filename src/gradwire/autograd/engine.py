@@ -11,9 +11,9 @@ r"""Drives the backward passes of one worker, and ends its contexts.
                            ------------------------------------------>
 
 `BackwardState` decides, `BackwardPass` holds the data of one pass, and the engine sends, runs and waits. A message of a
-pass that
-is over is ignored. A context ends on every worker that took part: each tells those that it exchanged messages with
-(`ReleaseContext`). A worker that loses the one that would have told it asks the creator of the context (`HoldsContext`).
+pass that is over is ignored. A context ends on every worker that took part: each tells those that it exchanged messages
+with (`ReleaseContext`). A worker that loses the one that would have told it asks the creator of the context
+(`HoldsContext`).
 """
 
 from __future__ import annotations
@@ -457,8 +457,7 @@ class DistEngine:
         """Tell a worker how a pass of this root has ended. The passes of a released context count as failed.
 
         A worker that joined late, because of a message of a dead worker, was not told with the others. A worker that
-        asks how a
-        pass ended may have reported, with a report that never arrived. Both wait for this answer.
+        asks how a pass ended may have reported, with a report that never arrived. Both wait for this answer.
         """
         context = self.container.find(context_id)
         is_committed = context.ended_passes.get(pass_id, False) if context is not None else False
@@ -472,8 +471,7 @@ class DistEngine:
         """Schedule the commit for these workers; it often travels with the next message.
 
         The end of the context carries it, and so does the step of an optimizer. Any other call sends it first, so that
-        no worker
-        is asked for gradients that it would have to wait for. A timer sends it in any case.
+        no worker is asked for gradients that it would have to wait for. A timer sends it in any case.
         """
         if self.container.find(context_id) is None:
             return  # they are told of its end

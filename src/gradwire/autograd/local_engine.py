@@ -1,8 +1,7 @@
 """The only caller of torch's engine: runs a component of a worker's graph, and hooks of leaves at the end of a pass.
 
 A component is run for the gradients of its leaves, which are captured and not accumulated: `.grad` does not change. The
-nodes
-of messages report to the run (`current_context.LocalRun`). A C++ extension would replace this module.
+nodes of messages report to the run (`current_context.LocalRun`). A C++ extension would replace this module.
 """
 
 from __future__ import annotations

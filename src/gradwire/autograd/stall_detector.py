@@ -1,8 +1,7 @@
 """Checks a pass while threads here wait for it: its deadline, whether it is stalled, and whether this worker has shut down.
 
 The waiting threads run the checks: the one that called backward, and runs of the local engine that are blocked at a
-gate. Only
-the root looks for stalls, and tells the others; they check only their own deadline and shutdown.
+gate. Only the root looks for stalls, and tells the others; they check only their own deadline and shutdown.
 """
 
 from __future__ import annotations

@@ -11,8 +11,7 @@ the files that the new index does not name. A crash in between leaves the old ch
 next save removes.
 
 Locks are the kernel's (``flock``): they end with the process that holds them. Loading does not block saving; it only
-delays the
-removal of old files until a later save.
+delays the removal of old files until a later save.
 
 Files are opened relative to an open directory and by names that were checked; links are never followed.
 """

@@ -11,10 +11,10 @@
 Descriptions of tensors are sent as JSON, in bytes; tensors themselves are not sent.
 
 Any worker can call these operations with any data. Every request is checked before anything is done: its types when it
-is decoded,
-names, places and forms by the functions that check an index (`gradwire.checkpoint.index`), and what is to be filled by a
-comparison with it. With ``trust="data"`` an owner only touches directories that were allowed there (`allow_directory`), and
-calls `state_dict` and `load_state_dict` only of modules, optimizers, and classes that have exposed them.
+is decoded, names, places and forms by the functions that check an index (`gradwire.checkpoint.index`), and what is to
+be filled by a comparison with it. With ``trust="data"`` an owner only touches directories that were allowed there
+(`allow_directory`), and calls `state_dict` and `load_state_dict` only of modules, optimizers, and classes that have
+exposed them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """The workers and ranks that save or load together: a step succeeds on all of them, or raises an error.
 
 Over RPC workers one of them runs the program and asks the others (`Workers`). In a process group every rank runs it,
-and ranks
-exchange the outcome of each step (`Ranks`). So an error has the same consequences in both: a save takes effect when the
-index is
-renamed, and a load changes nothing before its last step.
+and ranks exchange the outcome of each step (`Ranks`). So an error has the same consequences in both: a save takes
+effect when the index is renamed, and a load changes nothing before its last step.
 """
 
 from __future__ import annotations

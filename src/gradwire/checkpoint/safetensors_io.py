@@ -1,11 +1,9 @@
 """Reading and writing the safetensors files of a checkpoint.
 
 Places, shapes and dtypes of tensors are known from the index, so the header of a file is only compared, never
-interpreted. All
-bytes are checked before anything is loaded, and then read again into their destination. Every place is compared with
-the size of
-the file before memory is allocated. Files are read and never mapped: a file that is cut off while it
-is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
+interpreted. All bytes are checked before anything is loaded, and then read again into their destination. Every place is
+compared with the size of the file before memory is allocated. Files are read and never mapped: a file that is cut off
+while it is mapped, or a bad disk below it, ends the process with a signal, while a read ends with an error.
 """
 
 from __future__ import annotations
@@ -450,8 +448,7 @@ class StoredTensor(torch.Tensor):
     """A saved tensor that is read when it is used. Create one with `stored`.
 
     Its shape is known without reading, and ``x.copy_(stored)`` reads into ``x``. For any other operation, such as hooks
-    that scale
-    or slice it, it is read into its own memory first.
+    that scale or slice it, it is read into its own memory first.
     """
 
     _fill: Callable[[torch.Tensor], None]

@@ -156,8 +156,7 @@ class SavePlan:
     """The objects to save, and the workers that have them.
 
     With a process group, its ranks save together, and only the first one writes objects that are not sharded; without
-    one, this worker asks
-    all others. `tensors` are written by this worker besides its parts.
+    one, this worker asks all others. `tensors` are written by this worker besides its parts.
     """
 
     def __init__(self, state: Any, group: Any = None, is_first: bool = True) -> None:

@@ -3,10 +3,8 @@
 The program is not changed. Processes that the program starts, by fork or as fresh interpreters, run on gradwire, too.
 
 The program runs as Python itself would run it: with its own ``__main__`` until the process ends (functions that
-`atexit` runs,
-and calls from other workers, look for names there), ``sys.argv``, ``sys.path[0]``, tracebacks without the frames of
-this file,
-and the same exit codes.
+`atexit` runs, and calls from other workers, look for names there), ``sys.argv``, ``sys.path[0]``, tracebacks without
+the frames of this file, and the same exit codes.
 """
 
 from __future__ import annotations

@@ -20,8 +20,7 @@ class ImportHook:
     """Calls a function with each module of certain names, as soon as the module's own code has run.
 
     At that moment the importing module has not bound any name of it. The function is called again if a module is
-    reloaded, but not
-    for modules that were imported before the hook was installed. If it raises, the import fails.
+    reloaded, but not for modules that were imported before the hook was installed. If it raises, the import fails.
     """
 
     def __init__(self, names: Container[str], on_imported: OnImported) -> None:

@@ -8,8 +8,7 @@ Bindings that are found: globals of modules, and attributes of the classes that 
 ``staticmethod``. Not found: closures, default arguments, containers, base classes. They keep torch's objects.
 
 A module that is not imported yet is changed by an import hook when it is. So nothing of torch or gradwire is imported
-for names
-that a program does not use.
+for names that a program does not use.
 """
 
 from __future__ import annotations

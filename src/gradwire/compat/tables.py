@@ -1,9 +1,8 @@
 """The names of torch modules that gradwire replaces.
 
 A name is listed at its public module; other bindings of the same object (in torch's submodules, C modules, programs)
-are found by
-`gradwire.compat.patching`. The modules of gradwire behind the names of a torch module are
-imported when a program has imported that module.
+are found by `gradwire.compat.patching`. The modules of gradwire behind the names of a torch module are imported when a
+program has imported that module.
 """
 
 from __future__ import annotations

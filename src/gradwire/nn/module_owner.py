@@ -133,8 +133,8 @@ def _resolve(operation: str, function: Callable[..., Any] | str) -> Callable[...
     """Resolve a class or function that another worker sent.
 
     With ``trust="code"``, it may be the function itself or ``module:qualname``; otherwise the name of something that
-    the user has
-    exposed. Operations of gradwire itself are refused: they would be called with objects of this worker as arguments.
+    the user has exposed. Operations of gradwire itself are refused: they would be called with objects of this worker as
+    arguments.
     """
     agent = rref_context.here().agent
     if not isinstance(function, str):
@@ -278,8 +278,7 @@ def walk_parameters(module: nn.Module, recurse: bool = True, own: NamedParameter
     """Yield all parameters of a module, each under the first of its names, as torch does.
 
     For submodules on other workers it yields references; without this, an optimizer would silently leave them
-    untrained. `own`
-    returns the tensors of a single submodule, by name; by default its parameters.
+    untrained. `own` returns the tensors of a single submodule, by name; by default its parameters.
     """
     if isinstance(module, HasRemoteParameters):
         yield from module.named_remote_parameters(recurse)

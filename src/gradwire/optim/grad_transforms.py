@@ -2,10 +2,9 @@
 
 Edits travel as ``(kind, number)`` with the next operation that needs the gradients, and are applied there out of place: the
 gradients in the context do not change, and a repeated step gets the same result; once it has succeeded everywhere, the
-edits are
-dropped. A separate message to every owner would cost another round trip for each clipping, and could fail by itself,
-which would
-leave a context clipped on some owners only. The price is that `get_gradients` shows gradients as the pass left them.
+edits are dropped. A separate message to every owner would cost another round trip for each clipping, and could fail by
+itself, which would leave a context clipped on some owners only. The price is that `get_gradients` shows gradients as
+the pass left them.
 """
 
 from __future__ import annotations

@@ -39,9 +39,8 @@ class GroupReader:
     """Reads groups, and gives every parameter a unique name.
 
     Parameters of a module, and those in pairs, have names; others are named by their number. If a module's names are
-    taken, they
-    are prefixed with the module's number. So the same list gives the same names wherever the parameters are. Shards of a
-    parameter are named by its name and their offsets.
+    taken, they are prefixed with the module's number. So the same list gives the same names wherever the parameters
+    are. Shards of a parameter are named by its name and their offsets.
     """
 
     def __init__(self) -> None:

@@ -1,10 +1,9 @@
 """A reader-writer lock on parameters that contexts share: calls use them, steps change them, never both at once.
 
 A call reads a group of parameters, or everything if it is not known what it will use, from its start to its end, except
-while
-it waits for something else (another call, its turn): then it reads nothing, so waits cannot form a cycle. A wait that
-gradwire
-cannot see is detected by its effect: a call that has used no processor time for two seconds counts as waiting.
+while it waits for something else (another call, its turn): then it reads nothing, so waits cannot form a cycle. A wait
+that gradwire cannot see is detected by its effect: a call that has used no processor time for two seconds counts as
+waiting.
 """
 
 from __future__ import annotations

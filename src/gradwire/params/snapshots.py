@@ -256,8 +256,7 @@ def using(group: Group, *others: Group) -> Iterator[None]:
     """Surround a function that uses whole groups, which do not change meanwhile; with ``"serialize"``, wait first.
 
     It waits for its turn with `group`. The `others` are the other groups of the parameters that it uses: it must read
-    them from the
-    start, because it is not possible to wait for a step while torch saves a parameter.
+    them from the start, because it is not possible to wait for a step while torch saves a parameter.
     """
     with contextlib.ExitStack() as stack:
         call = call_of_thread() or stack.enter_context(ReadingCall(None))

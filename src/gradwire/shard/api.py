@@ -1,8 +1,7 @@
 """Shards tensors, parameters and whole modules.
 
 Everything is checked before anything is changed; in a process group all ranks agree first. Then parameters are sharded
-one by
-one, and each original is freed before the next one is sharded.
+one by one, and each original is freed before the next one is sharded.
 """
 
 from __future__ import annotations

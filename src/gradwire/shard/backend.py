@@ -46,8 +46,7 @@ class Question:
     """A process's requests to all parts of a tensor.
 
     There is a request for every box, also for those that this process does not handle. The requests of all participants
-    have the
-    same number of tensors, of the same dtypes.
+    have the same number of tensors, of the same dtypes.
     """
 
     function: Answerer  # must be importable by name everywhere

@@ -212,8 +212,7 @@ def scatter(
     """Return the parts of a tensor, each with its own memory, as leaves.
 
     The tensor has the same size and dtype everywhere, and needs data only on the source: elsewhere it may be ``meta``.
-    If the
-    source has no data either (`has_values`), the elements of parts are undefined.
+    If the source has no data either (`has_values`), the elements of parts are undefined.
     """
     sizes = [list(layout.boxes[number].sizes) for number in backend.box_numbers(layout)]
     own_devices = [devices[number] for number in backend.box_numbers(layout)]

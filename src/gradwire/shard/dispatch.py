@@ -1,8 +1,7 @@
 """Finds the implementation of a torch function that was called with a sharded tensor.
 
 Order of the lookup: an implementation that the program registered for the function, one that it registered for the
-function and
-the class of the spec, and gradwire's own.
+function and the class of the spec, and gradwire's own.
 """
 
 from __future__ import annotations

@@ -6,8 +6,7 @@
     reshard   old shards                ->  new shards
 
 All ranks compute the same plan without messages: each rank sends another exactly the elements that it has and that
-belong there.
-Gradients take the opposite way, and those of elements that went to several ranks are added up (`is_sum`).
+belong there. Gradients take the opposite way, and those of elements that went to several ranks are added up (`is_sum`).
 
 Small moves are one exchange between all ranks. Large ones are split into pieces, which are sent directly from the old
 parts into the new ones where they are contiguous: fresh memory is slow, and a copy of everything needs a lot of it. Other

@@ -9,8 +9,7 @@ tensors can compute with, in such a way that the module still takes and returns 
     Embedding, EmbeddingBag       by rows, unless a Linear has the same weight
 
 Everything else, and everything small, is not sharded. No messages are sent, so a plan can be built anywhere, also for a
-module
-on the ``meta`` device.
+module on the ``meta`` device.
 """
 
 from __future__ import annotations
