@@ -11,6 +11,7 @@ import torch
 import gradwire as gw
 from gradwire import rpc
 from gradwire.autograd import engine as engine_module
+from gradwire.errors import RpcTimeout
 from gradwire.rpc import Agent
 from gradwire.testing import wait_until
 from unit.autograd.layers import context_of, num_contexts, through, weight
@@ -55,6 +56,16 @@ def test_the_end_of_a_context_tells_of_the_commit(
     rpc.rpc_sync("c", len, args=((),))
     wait_until(lambda: not num_contexts(trio), 20.0, "that the context has ended everywhere")
     assert {name for _, _, name in sent} <= {"autograd.propagate", "autograd.report", "autograd.release"}
+
+
+def test_a_wait_for_a_commit_that_times_out_names_the_rank(trio: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_module, "_OWE_S", NEVER_S)
+    with gw.autograd.context() as ctx:
+        run_pass(ctx, ["c"])
+        with pytest.raises(
+            RpcTimeout, match=r"timed out after 0\.01 s waiting for rank 0, which started a backward pass"
+        ):
+            context_of(trio[2], ctx).wait_gradients(0.01)
 
 
 def test_a_call_to_any_worker_comes_after_the_commit(

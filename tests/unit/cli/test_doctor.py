@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import signal
+from importlib.metadata import metadata
 
 import pytest
 
@@ -54,6 +56,11 @@ def test_findings_are_judged_and_have_a_next_step(finding: Finding, level: str, 
     assert finding.level == level
     assert text in f"{finding.detail} {finding.next_step}"
     assert bool(finding.next_step) == (level != "ok")
+
+
+def test_every_extra_is_listed() -> None:
+    listed = set(re.findall(r"\[(\w+)\]", " ".join(doctor._OPTIONAL.values())))
+    assert listed == set(metadata("gradwire").get_all("Provides-Extra") or ()) - {"all", "dev", "docs", "release"}
 
 
 def test_a_wrong_gradient_fails_and_a_slow_call_warns() -> None:
