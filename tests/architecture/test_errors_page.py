@@ -10,6 +10,7 @@ import re
 import resource
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -212,6 +213,7 @@ def collect_from_calls(to: Collector, worker: Worker) -> None:
 
         plistlib.loads(b"neither XML nor binary")
 
+    sys.modules.pop("plistlib", None)  # with torch 2.8 it is imported here, and its exceptions arrive as they are
     to.expect(errors.RemoteCallFailed, lambda: worker.call(parse))
 
     future = worker.submit(time.sleep, 30)

@@ -62,6 +62,7 @@ MORE_LINES = {
 }
 OUTPUTS = ROOT / "docs" / "examples" / "output"
 command_of = runpy.run_path(str(ROOT / "docs" / "scripts" / "run_examples.py"))["command_of"]
+GLOO = re.compile(r"^\[Gloo\].*\n", re.MULTILINE)  # printed by torch 2.8
 NUMBER = re.compile(r"-?\d[\d,.]*(?:e[+-]\d+)?")
 WORD = re.compile(r"(?!(?:ms|us|min|B|KiB|MiB|GiB)\b)\b[A-Za-z][A-Za-z_]+")  # without units, which depend on the number
 VARIES = {  # besides numbers: parts of lines that are different in every run
@@ -322,7 +323,7 @@ def test_programs_in_documents(document: str, outcomes: Outcomes) -> None:
             assert is_as_shown("... " + " ".join(shown.traceback.split()), " ".join(["", *ran.err.split()])), what
         if shown.output is not None:
             # blank lines at the end are not seen on a page
-            expected, printed = shown.output.rstrip("\n"), ran.out.rstrip("\n")
+            expected, printed = shown.output.rstrip("\n"), GLOO.sub("", ran.out).rstrip("\n")
             assert is_as_shown(expected, printed, shown.is_about, shown.is_unordered), what
 
 

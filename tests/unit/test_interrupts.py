@@ -495,8 +495,11 @@ def until_deferred():
         pass
 """
 INTERRUPTED = """
-protected(until_deferred)
-print("not cut off", flush=True)
+def work():
+    until_deferred()
+    print("not cut off", flush=True)
+
+protected(work)
 threading.Event().wait(20)
 """
 FORKED = """
