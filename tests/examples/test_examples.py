@@ -62,7 +62,7 @@ MORE_LINES = {
 }
 OUTPUTS = ROOT / "docs" / "examples" / "output"
 command_of = runpy.run_path(str(ROOT / "docs" / "scripts" / "run_examples.py"))["command_of"]
-GLOO = re.compile(r"^\[Gloo\].*\n", re.MULTILINE)  # printed by torch 2.8
+GLOO = re.compile(r"^(?:\[\w+\] )?\[Gloo\].*\n", re.MULTILINE)  # printed by torch 2.8
 NUMBER = re.compile(r"-?\d[\d,.]*(?:e[+-]\d+)?")
 WORD = re.compile(r"(?!(?:ms|us|min|B|KiB|MiB|GiB)\b)\b[A-Za-z][A-Za-z_]+")  # without units, which depend on the number
 VARIES = {  # besides numbers: parts of lines that are different in every run
