@@ -366,8 +366,9 @@ class Connection:
             self.fail(request, ResourceExhausted(text))
         elif len(requests) > self.max_in_flight and self._has_too_many():
             text = (
-                f"worker {self.agent.info.name} refused a call {message.function}: worker {self.info.name} has more than "
-                f"{self.max_in_flight} calls in flight on this connection; wait for earlier calls"
+                f"worker {self.agent.info.name} refused a call: worker {self.info.name} has more than {self.max_in_flight} "
+                f"calls in flight on this connection ({message.function or 'a function sent by value'}); wait for earlier "
+                "calls"
             )
             self.fail(request, LimitExceeded(text))
         elif self.lane == "control":
