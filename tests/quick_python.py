@@ -128,6 +128,11 @@ def be_source() -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def be_program() -> None:
+    """Mark this process, a fork of one that forks programs, as a program."""
+    _prctl(_PR_SET_NAME, b"python")
+
+
 def _fork_source(path: list[str]) -> _Source:
     """For a program that has just begun: a copy of it forks the programs that it starts."""
     program = os.getpid()
@@ -301,15 +306,15 @@ def _serve(channel: socket.socket, path: list[str]) -> None:
         found, tell = os.pipe()
         between = os.fork()
         if between == 0:
-            program = os.fork()
-            if program == 0:
+            if os.fork() == 0:
+                be_program()  # before anybody knows of it
+                os.write(tell, str(os.getpid()).encode())
                 channel.close()
                 for descriptor in (opener, found, tell):
                     os.close(descriptor)
                 os.read(gate, 1)
                 os.close(gate)
                 become(json.loads(message), descriptors, path)
-            os.write(tell, str(program).encode())
             os._exit(0)
         os.close(tell)
         program = int(os.read(found, 20))
@@ -323,7 +328,6 @@ def become(request: Request, descriptors: list[int], path: list[str]) -> NoRetur
     """Run a program; end with it."""
     status: int | signal.Signals = 1
     try:
-        _prctl(_PR_SET_NAME, b"python")
         if request["new_session"]:
             os.setsid()
         if request["namespace"] is not None:

@@ -80,6 +80,7 @@ def _serve(listener: socket.socket) -> None:
             message, descriptors, _, _ = socket.recv_fds(channel, quick_python.MAX_BYTES, 3)
             if message and os.fork() == 0:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                quick_python.be_program()
                 quick_python.become(json.loads(message), descriptors, path)  # which closes all other descriptors
             for descriptor in descriptors:
                 os.close(descriptor)

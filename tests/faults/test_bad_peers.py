@@ -45,7 +45,7 @@ def _is_ended(sock: socket.socket) -> bool:
 
 @pytest.fixture(params=WAYS)
 def agents(request: pytest.FixtureRequest, make_agents: MakeAgents) -> Iterator[list[Agent]]:
-    limits = Limits(handshake_timeout_s=0.5, half_open=8)
+    limits = Limits(handshake_timeout_s=1.5, half_open=8)
     made = make_agents("a", "b", transports=(request.param,), limits=limits)
     assert made[0].call("b", operator.add, (1, 2)) == 3
     yield made

@@ -20,7 +20,8 @@ Workers = Callable[..., list[Puppet]]
 
 def _interrupt(puppet: Puppet) -> float:
     """Sends SIGINT to a puppet that waits; seconds until it had noticed."""
-    assert not wait_until(puppet.has_answered, 0.4)
+    puppet.wait_begun()
+    assert not wait_until(puppet.has_answered, 0.4)  # it has had time to get as far as the wait
     started = time.monotonic()
     puppet.signal(signal.SIGINT)
     with pytest.raises(PuppetError) as caught:

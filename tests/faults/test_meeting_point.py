@@ -30,7 +30,7 @@ from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
 
 NOBODY = WorkerInfo("nobody", 9)
-LIMITS = dataclasses.replace(secure_store._LIMITS, handshake_timeout_s=0.5, half_open=8)
+LIMITS = dataclasses.replace(secure_store._LIMITS, handshake_timeout_s=1.5, half_open=8)
 
 
 def address_of(name: str, rank: int, uri: str = "tcp://127.0.0.1:1?tls") -> WorkerAddress:

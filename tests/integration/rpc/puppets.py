@@ -3,14 +3,15 @@
     test --source--> puppet (a process of its own): runs it in its main thread
          <--value or error--
 
-One nursery process imports gradwire once and forks puppets, because importing torch takes longer than most tests. A puppet
-is an ordinary process: it can be stopped, killed and interrupted, and what it defines belongs to ``__main__``.
+One nursery process forks puppets, because importing torch takes longer than most tests; it is a fork itself. A puppet is an
+ordinary process: it can be stopped, killed and interrupted, and what it defines belongs to ``__main__``.
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -27,12 +28,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import quick_python
+
 TESTS = Path(__file__).resolve().parents[2]
 SOURCES = TESTS.parent / "src"
 _START_S = 60.0
 _END_S = 60.0
 """Ending an interpreter that has imported torch takes 0.7 s of a processor; others may want the processor, too."""
 _SOURCE = "<puppet>"  # the file that tracebacks and frames name for what a test sent
+_BEGUN = "begun"  # a puppet's first message about what a test sent
 
 
 def wait_until(condition: Callable[[], object], timeout_s: float = 20.0) -> bool:
@@ -94,11 +98,20 @@ class Puppet:
 
     def __init__(self, connection: Connection, pid: int) -> None:
         self._connection = connection
+        self._has_begun = True
         self.pid = pid
 
     def start(self, source: str) -> None:
         """Lets the puppet run something; `result` fetches what came of it."""
+        self._has_begun = False
         self._connection.send(source)
+
+    def wait_begun(self, timeout_s: float = 20.0) -> None:
+        """Waits until the puppet runs what `start` sent: a signal is for that, from then on."""
+        if not self._has_begun:
+            message = self._receive(timeout_s)
+            assert message == _BEGUN, message
+            self._has_begun = True
 
     def result(self, timeout_s: float = 20.0) -> Any:
         """The value of the last line that `start` ran.
@@ -107,9 +120,8 @@ class Puppet:
             PuppetError: It raised there.
             TimeoutError: Nothing came back in time.
         """
-        if not self._connection.poll(timeout_s):
-            raise TimeoutError(f"puppet {self.pid} said nothing for {timeout_s} s")
-        is_error, value = self._connection.recv()
+        self.wait_begun(timeout_s)
+        is_error, value = self._receive(timeout_s)
         if is_error:
             raise PuppetError(*value)
         return value
@@ -121,7 +133,14 @@ class Puppet:
 
     def has_answered(self) -> bool:
         """Whether `result` would return at once."""
-        return self._connection.poll(0)
+        if not self._has_begun and self._connection.poll(0):
+            self.wait_begun()
+        return self._has_begun and self._connection.poll(0)
+
+    def _receive(self, timeout_s: float) -> Any:
+        if not self._connection.poll(timeout_s):
+            raise TimeoutError(f"puppet {self.pid} said nothing for {timeout_s} s")
+        return self._connection.recv()
 
     def signal(self, number: int) -> None:
         """Sends a signal; one that stops the process has stopped every thread of it on return."""
@@ -157,7 +176,7 @@ class Nursery:
 
     def __init__(self) -> None:
         self.folder = tempfile.mkdtemp(prefix="gwr-", dir="/tmp")  # short: socket paths have 107 bytes
-        self._process = subprocess.Popen(
+        self._process = quick_python.Popen(
             [sys.executable, "-m", "rpc.puppets"],
             stdin=subprocess.PIPE,
             env=environment(self.folder),
@@ -212,6 +231,7 @@ def _serve(address: str) -> None:
     exec("import os, sys, threading, time, operator, signal, torch\nfrom gradwire import rpc", namespace)
     exec("from gradwire.errors import *\nfrom rpc import handlers as h", namespace)
     namespace["rpc"] = sys.modules["gradwire.rpc"]
+    namespace["_say_begun"] = functools.partial(connection.send, _BEGUN)
     while True:
         try:
             source = connection.recv()
@@ -236,14 +256,15 @@ def _on_interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _run(source: str, namespace: dict[str, Any]) -> tuple[bool, Any]:
+    namespace["_value"] = None
     try:
         tree = ast.parse(source)
-        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
-        exec(compile(tree, _SOURCE, "exec"), namespace)
-        if last is None:
-            return False, None
-        assert isinstance(last, ast.Expr)
-        return False, eval(compile(ast.Expression(last.value), _SOURCE, "eval"), namespace)
+        if tree.body and isinstance(tree.body[-1], ast.Expr):
+            tree.body[-1] = ast.Assign([ast.Name("_value", ast.Store())], tree.body[-1].value)
+        # One piece of code, which says itself that it has begun: a signal that comes later hits no other frame.
+        tree.body[:0] = ast.parse("_say_begun()").body
+        exec(compile(ast.fix_missing_locations(tree), _SOURCE, "exec"), namespace)
+        return False, namespace.pop("_value")
     except BaseException as error:
         kinds = [kind.__name__ for kind in type(error).__mro__]
         plain = {key: value for key, value in vars(error).items() if isinstance(value, str | int | float | None)}
