@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 
 import conftest
+from gradwire import rpc
 from gradwire.observe import events
-from gradwire.testing import LeakCheck, LeakFound, wait_until
+from gradwire.testing import LeakCheck, LeakFound, local_agents, wait_until
 from gradwire.transports.shared_memory import LendingArena, is_available
 
 Leak = Callable[[], contextlib.AbstractContextManager[object]]
@@ -99,6 +100,14 @@ def log_handler() -> Iterator[None]:
     logging.getLogger("gradwire").removeHandler(handler)
 
 
+@contextlib.contextmanager
+def current_worker() -> Iterator[None]:
+    with local_agents(1) as (agent,):
+        rpc.set_current_agent(agent)
+    yield  # it is closed, and still there for those who start a cluster
+    rpc.set_current_agent(None)
+
+
 @pytest.mark.parametrize(
     ("leak", "name"),
     [
@@ -113,6 +122,7 @@ def log_handler() -> Iterator[None]:
         (process, "process python"),
         (subscription, "subscription of on_event"),
         (log_handler, "log handler NullHandler"),
+        (current_worker, "current worker a"),
     ],
     ids=[
         "thread",
@@ -126,6 +136,7 @@ def log_handler() -> Iterator[None]:
         "process",
         "subscription",
         "log handler",
+        "current worker",
     ],
 )
 def test_a_leak_is_found_and_named(leak: Leak, name: str) -> None:

@@ -1,9 +1,9 @@
 """Leak check: finds resources that a test leaves behind.
 
 `LeakCheck` looks at this process from outside, through ``/proc``, and so finds resources that a library has forgotten. Only
-autograd contexts, references, subscriptions of events and log handlers are read from gradwire itself. Resources that
-existed when the check began are not leaks; neither are the daemon threads of other libraries, nor the template process that
-`gradwire.cluster` keeps for the next cluster.
+autograd contexts, references, subscriptions of events, log handlers and the current worker are read from gradwire itself.
+Resources that existed when the check began are not leaks; neither are the daemon threads of other libraries, nor the
+template process that `gradwire.cluster` keeps for the next cluster.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from pathlib import Path
 from types import TracebackType
 
 from gradwire.autograd import engine
+from gradwire.errors import NotInitialized
 from gradwire.observe import events, log
+from gradwire.rpc import current_agent
 from gradwire.rref import context as rref_context
 from gradwire.testing.agents import wait_until
 
@@ -37,7 +39,7 @@ class LeakFound(AssertionError):
 
 class LeakCheck:
     """Compares threads, descriptors, shared memory, child processes, temporary folders, contexts, references,
-    subscriptions of events and handlers of gradwire's log with the start.
+    subscriptions of events, handlers of gradwire's log and the current worker with the start.
 
     As a context manager it raises `LeakFound` at the end, unless the block itself has failed.
 
@@ -109,6 +111,7 @@ def _look() -> dict[str, Counter[str]]:
         "reference": references_left(),
         "subscription of": Counter(getattr(item, "__qualname__", repr(item)) for item in events.all_subscribed()),
         "log handler": _log_handlers(),
+        "current worker": _current_worker(),
     }
 
 
@@ -174,6 +177,13 @@ def _child_names() -> list[str]:
 def _log_handlers() -> Counter[str]:
     """Return the handlers of gradwire's log, without the one that prints for the rest of the process."""
     return Counter(type(item).__name__ for item in logging.getLogger(log.ROOT).handlers if item is not log.output)
+
+
+def _current_worker() -> Counter[str]:
+    try:
+        return Counter([current_agent().info.name])
+    except NotInitialized:
+        return Counter()
 
 
 def contexts_left() -> Counter[str]:

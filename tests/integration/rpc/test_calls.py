@@ -281,8 +281,7 @@ def test_workers_of_one_script_share_what_main_defines(tmp_path: Path) -> None:
     assert run.stdout.strip() == "[(1, True, True), (2, True, True), (3, True, True)]", run.stderr
 
 
-def test_gil_profiling(pair: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rpc.api, "_agent", pair[0])
+def test_gil_profiling(pair: list[Agent]) -> None:
     assert "gil_average_wait_time_us" not in rpc._get_debug_info()
     rpc.enable_gil_profiling(True)
     assert wait_until(lambda: float(rpc._get_debug_info()["gil_average_wait_time_us"]) > 0)
