@@ -79,7 +79,7 @@ def compute_accuracy(table: torch.Tensor, head: torch.nn.Module) -> float:
 # %%
 # On a trainer
 # ------------
-# A trainer is sent the table like any other argument, and makes optimizers of its own.
+# A trainer is sent the table like any other argument, and makes optimizers of its own. It tells the driver how far it is.
 
 
 def train(table: ShardedTensor, head: RemoteModule, trainer: int, num_steps: int) -> list[float]:
@@ -93,7 +93,13 @@ def train(table: ShardedTensor, head: RemoteModule, trainer: int, num_steps: int
             table_optimizer.step(ctx)
             head_optimizer.step(ctx)
         losses.append(loss.item())
+        if len(losses) % 10 == 0:
+            gw.rpc.rpc_sync("driver", report, args=(trainer, len(losses), losses[-1]))
     return losses
+
+
+def report(trainer: int, step: int, loss: float) -> None:
+    print(f"trainer{trainer}: step {step}, loss {loss:.3f}")
 
 
 # %%
@@ -128,11 +134,9 @@ def train_together(
     futures = {
         worker.name: worker.submit(train, table, head, number, num_steps) for number, worker in enumerate(trainers)
     }
-    losses = {}
-    for name, future in futures.items():
-        losses[name] = future.wait()
-        last = sum(losses[name][-5:]) / 5
-        print(f"{name}: the loss fell from {losses[name][0]:.3f} to {last:.3f} in {num_steps} steps")
+    losses = {name: future.wait() for name, future in futures.items()}
+    for name, found in losses.items():
+        print(f"{name}: the loss fell from {found[0]:.3f} to {sum(found[-5:]) / 5:.3f} in {num_steps} steps")
     return losses
 
 
