@@ -12,7 +12,7 @@ from accelerator import device
 from gradwire.cluster.api import Cluster
 
 ZERO = f"{device.NAME}:0"
-_LATER_S = 0.2  # more than it takes to look, also on a busy machine
+_LATER_S = 0.5  # more than it takes to look, also on a busy machine
 
 
 def copy_later() -> None:

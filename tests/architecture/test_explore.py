@@ -26,13 +26,13 @@ def wrong(seed: int) -> Command:
 
 
 def endless(seed: int) -> Command:
-    return Command(("-c", "while True: pass"))
+    return Command(("-c", "import time; time.sleep(600)"))
 
 
 def test_findings_are_printed_with_the_command_that_shows_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert explore.explore((right, wrong), 1.0, 5) == 1
+    assert explore.explore((right, wrong, endless), 4.0, 5) == 1
     text = capsys.readouterr().out
-    assert "again: make explore EXPLORE_SECONDS=1 EXPLORE_SEED=5" in text
+    assert "again: make explore EXPLORE_SECONDS=4 EXPLORE_SEED=5" in text
     assert "went wrong with" in text
     assert "again: SOME_SETTING='a b' .venv/bin/python -c" in text
 
@@ -50,9 +50,9 @@ def test_round_that_is_cut_off_does_not_count(capsys: pytest.CaptureFixture[str]
 def test_round_that_does_not_end_is_a_finding(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(explore, "_ROUND_S", 0.1)
-    assert explore.explore((endless,), 0.5, 5) == 1
-    assert "did not end within 0.1 s" in capsys.readouterr().out
+    monkeypatch.setattr(explore, "_ROUND_S", 0.5)
+    assert explore.explore((endless,), 3.0, 5) == 1
+    assert "did not end within 0.5 s" in capsys.readouterr().out
 
 
 def test_the_same_seed_makes_the_same_rounds(capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,7 +25,7 @@ from gradwire.errors import BackwardFailed, RpcTimeout
 from gradwire.testing import wait_until
 
 MODES = pytest.mark.parametrize("mode", ["smart", "fast"])
-TIMEOUT_S = 1.5
+TIMEOUT_S = 3.0
 LATE_S = 1.8
 """No wait may last longer than this beyond its deadline: less than a probe takes that nobody hurries."""
 
@@ -42,7 +42,7 @@ def test_stopped_past_the_deadline(cluster: Cluster, mode: str, is_gated: bool) 
         with stopped(second.pid):
             started = time.monotonic()
             with pytest.raises(
-                BackwardFailed, match=r"timed out after 1\.5 s.*tasks:through.*worker0 to worker1"
+                BackwardFailed, match=r"timed out after 3 s.*tasks:through.*worker0 to worker1"
             ) as caught:
                 ctx.backward(loss, mode=mode, timeout=TIMEOUT_S)
             assert time.monotonic() - started < TIMEOUT_S + LATE_S
@@ -134,7 +134,7 @@ def test_backward_that_does_not_return(cluster: Cluster, tmp_path: Path, mode: s
     with gw.autograd.context() as ctx:
         loss = first.call(tasks.through, x, [second.name], fault, str(tmp_path)).sum()
         started = time.monotonic()
-        with pytest.raises(BackwardFailed, match=r"timed out after 1\.5 s.*worker1"):
+        with pytest.raises(BackwardFailed, match=r"timed out after 3 s.*worker1"):
             ctx.backward(loss, mode=mode, timeout=TIMEOUT_S)
         assert time.monotonic() - started < TIMEOUT_S + LATE_S
         wait_for_file(tmp_path)

@@ -62,6 +62,7 @@ def agents(request: pytest.FixtureRequest, make_agents: MakeAgents) -> Iterator[
         os.urandom(100_000),
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(500),
     ],
+    ids=["http", "zeros", "ones", "random", "client hello"],
 )
 def test_garbage_ends_its_connection_only(agents: list[Agent], garbage: bytes) -> None:
     with _raw(agents[1]) as sock:

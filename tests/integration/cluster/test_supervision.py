@@ -577,7 +577,7 @@ def test_a_stopped_worker_of_a_scheduler_that_cannot_kill_it_ends_itself(monkeyp
     monkeypatch.setattr(ScheduledProcess, "kill", lambda self: None if self.pid in spared else kill_process(self))
     monkeypatch.setattr("gradwire.cluster.remote_launcher._KILL_S", 0.2)
     options = RemoteOptions(num_workers=2, config=WorkerConfig(trust="code"), start_timeout_s=60.0)
-    supervision = SupervisionOptions(restart="on-loss", lost_after_s=1.0)
+    supervision = SupervisionOptions(restart="on-loss", lost_after_s=3.0)
     scheduler = ProcessScheduler()
     with Cluster(*start_remote(scheduler, options, supervision)) as cluster:
         first, second = cluster.workers

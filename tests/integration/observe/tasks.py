@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from gradwire import rpc
+from gradwire.cluster import trace_server
 from gradwire.errors import GradwireError
 from gradwire.observe import events
 from gradwire.rpc import current_agent
@@ -29,6 +30,12 @@ def pass_on(value: torch.Tensor) -> torch.Tensor:
 def set_clock_ahead(nanoseconds: int) -> None:
     """Let the clock that events of this process use show another time."""
     time.monotonic_ns = _real_clock if nanoseconds == 0 else lambda: _real_clock() + nanoseconds
+
+
+def set_settle_s(seconds: float) -> float:
+    """Set how long this process waits for late events at the end of a trace; return how long it was."""
+    before, trace_server._SETTLE_S = trace_server._SETTLE_S, seconds
+    return before
 
 
 def is_observed() -> bool:

@@ -21,7 +21,7 @@ from cluster.processes import stopped
 from gradwire import Cluster, autograd, rpc
 from gradwire.cli.app import app
 from gradwire.cli.status_view import choose_socket
-from gradwire.cluster import Trace, trace_server
+from gradwire.cluster import Trace
 from gradwire.cluster import trace as trace_module
 from gradwire.cluster.status_socket import Request
 from gradwire.cluster.trace_server import CLOCK, END, PIECE, START, STOP
@@ -110,9 +110,8 @@ def test_slices_of_a_thread_are_nested_as_its_calls_are(cluster: Cluster, tmp_pa
 
 
 def test_arrows_lead_from_send_to_receive_forward_and_backward(
-    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cluster: Cluster, tmp_path: Path, late_events: None
 ) -> None:
-    monkeypatch.setattr(trace_server, "_SETTLE_S", 0.5)  # a thread that has sent a message may have to wait to tell it
     with cluster.trace(tmp_path / "run.zip"):
         train()
     slices = read_trace(tmp_path / "run.zip")

@@ -175,7 +175,7 @@ def test_a_worker_that_waits_at_a_barrier_can_give_up_calls(make_agents: MakeAge
     b.reactor.run_soon(lambda: b.gathering.all_gather(None, None, deadline))
     wait_until(lambda: len(a.gathering._rounds) == 1, LIMIT_S)
     with pytest.raises(RpcTimeout, match="phase: run"):
-        b.call("a", handlers.exposed_gate, timeout_s=1.0)
+        b.call("a", handlers.exposed_gate, timeout_s=2.0)
     handlers.gate.set()
     a.gathering.all_gather(None, None, deadline)
 

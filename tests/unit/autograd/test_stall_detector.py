@@ -46,9 +46,9 @@ def test_deadline_holds_and_says_who_was_waited_for(trio: list[Agent], is_gated:
             loss = loss + hidden.sum()
         started = time.monotonic()
         with pytest.raises(
-            BackwardFailed, match=r"timed out after 1 s.*held_layer.*to b.*still computing: b"
+            BackwardFailed, match=r"timed out after 3 s.*held_layer.*to b.*still computing: b"
         ) as caught:
-            ctx.backward(loss, timeout=1.0)
+            ctx.backward(loss, timeout=3.0)
         assert time.monotonic() - started < 10.0
         assert isinstance(caught.value.__cause__, RpcTimeout)
         assert entered.is_set()

@@ -256,6 +256,7 @@ def test_names_need_no_quotes_in_a_shell(monkeypatch: pytest.MonkeyPatch, argume
         assert here.name == f"{name}-{os.getpid()}"
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, because there are threads
 def test_a_path_that_is_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch, runtime_folder: Path) -> None:
     long = runtime_folder / ("x" * 90)
     long.mkdir()

@@ -60,6 +60,7 @@ def test_subscriber_that_raises_is_not_called_again(told: list[Event], caplog: p
     assert len([record for record in caplog.records if "is not called again" in record.message]) == 1
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, because there are threads
 def test_forked_process_has_no_subscribers(told: list[Event]) -> None:
     """Another thread may hold the lock of a subscriber, or that of `subscribe`, and does not exist in the child."""
     lock = threading.Lock()
