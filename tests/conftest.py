@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import shutil
 import signal
@@ -38,6 +39,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # There are more processes than processors: a second thread of an operation would mostly wait to be run.
 torch.set_num_threads(1)
+
+_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "KINETO_LOG_LEVEL"}  # variables of pytest and of torch
 
 # A job in the background ignores one of them, nohup the other, and programs of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -91,6 +94,30 @@ def _quick_programs_end_with_the_session() -> Iterator[None]:
     quick_python.fork_fork_servers()
     yield
     quick_python.close()
+
+
+def _process_state() -> dict[str, object]:
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE)
+    log = logging.getLogger("gradwire")
+    return {
+        "folder": os.getcwd(),
+        "environment": {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS},
+        "signal handlers": {number.name: signal.getsignal(number) for number in signals},
+        "garbage collection": (gc.isenabled(), gc.get_threshold()),
+        "log": (log.level, log.propagate, log.disabled),
+        "sys.path": list(sys.path),
+        "sys.meta_path": list(sys.meta_path),
+        "torch": (torch.is_grad_enabled(), torch.get_default_dtype(), torch.get_num_threads()),
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _process_is_left_as_it_was() -> Iterator[None]:
+    """Which file comes next in this process is different in each run: it must find what this one found."""
+    before = _process_state()
+    yield
+    after = _process_state()
+    assert {name: value for name, value in after.items() if value != before[name]} == {}, before
 
 
 @pytest.fixture(autouse=True)
