@@ -40,6 +40,7 @@ _log = get_logger(__name__)
 _NOTICE: Final = "rref"
 _EXTENSION: Final = "rref"
 _ASK_S: Final = 5.0  # how long a reference that was sent may stay unaccepted before its receiver is asked for it
+_LOOKS: Final = 5  # how often, at most, all such references are looked through in that time
 _DELAY_S: Final = 0.01  # messages wait this long for others to the same worker
 _ACKNOWLEDGE_S: Final = 0.1  # no worker waits for an acknowledgement; mostly it travels with messages
 _RETRY_S: Final = 1.0
@@ -202,6 +203,7 @@ class References:
         self._owned: dict[int, Owned] = {}  # values here that others know of
         self._forks: dict[int, UserFork] = {}  # references to values elsewhere
         self._transits: dict[int, Transit] = {}  # by fork
+        self._looked_at = -_NEVER  # when `_transits` was last looked through
         self._unreached: set[int] = set()  # ranks to which unacknowledged messages must be sent again
         # Single operations only:
         self._dropped: collections.deque[Owned | UserFork] = collections.deque()  # filled by finalizers
@@ -549,19 +551,29 @@ class References:
         now = time.monotonic()
         self.take_dropped()
         with self._effects:
-            # Those to a worker that is back are new here.
-            self._transits = {child: self._transits.get(child) or Transit(now) for child in self._ownership.children()}
-            overdue = {child: item for child, item in self._transits.items() if item.asked_at <= now - _ASK_S}
-            self._apply(self._ownership.overdue(child for child, item in overdue.items() if not item.is_in_call))
-            for item in overdue.values():
-                item.asked_at = now
-            next_ask = min((item.asked_at for item in self._transits.values()), default=_NEVER)
+            next_look = self._looked_at + _ASK_S / _LOOKS
+            if next_look <= now:
+                next_look = self._ask_for_overdue(now)
             for rank in self._unreached:
                 self._outbox.cut(rank)
             self._unreached.clear()
         self._flush()
-        if next_ask < _NEVER:
-            self._timer.plan(max(0.0, next_ask + _ASK_S - now))
+        if next_look < _NEVER:
+            self._timer.plan(max(0.0, next_look - now))
+
+    def _ask_for_overdue(self, now: float) -> float:
+        """Query references that were not accepted in time; return when the next may be overdue.
+
+        Looks at every reference in transit, which takes long if there are many.
+        """
+        self._looked_at = now
+        # Those to a worker that is back are new here.
+        self._transits = {child: self._transits.get(child) or Transit(now) for child in self._ownership.children()}
+        overdue = {child: item for child, item in self._transits.items() if item.asked_at <= now - _ASK_S}
+        self._apply(self._ownership.overdue(child for child, item in overdue.items() if not item.is_in_call))
+        for item in overdue.values():
+            item.asked_at = now
+        return min((item.asked_at for item in self._transits.values()), default=_NEVER) + _ASK_S
 
     def _flush(self) -> None:
         with self._lock:

@@ -18,6 +18,7 @@ from gradwire.rpc import RRef
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.codec import TransferStatus
 from gradwire.rref import context
+from gradwire.rref._ownership import Ownership
 from gradwire.rref.values import Owned, UserFork
 from gradwire.testing import wait_until
 from rref import tasks
@@ -260,6 +261,28 @@ def check_that_all_are_freed_at_once(a: Agent, b: Agent, count: int) -> None:
     wait_until(lambda: second.statistics().num_values == 0, 200.0, "that all are freed")
     for known in (first, second):
         wait_until(lambda known=known: known.statistics().num_messages == 0, 20.0, "that all is said")  # type: ignore[misc]
+
+
+def test_references_in_transit_are_not_looked_through_with_every_message(
+    make_agents: Callable[..., list[Agent]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be many of them, and messages leave every 10 ms."""
+    looked: list[Ownership] = []
+    children = Ownership.children
+
+    def watched(self: Ownership) -> list[int]:
+        looked.append(self)
+        return children(self)
+
+    monkeypatch.setattr(Ownership, "children", watched)
+    monkeypatch.setattr(context, "_ASK_S", 600.0)
+    known = context.of(make_agents(2)[0])
+    for _ in range(20):
+        known._on_timer()
+    assert looked == [known._ownership]
+    monkeypatch.setattr(context, "_ASK_S", 0.0)
+    known._on_timer()
+    assert len(looked) == 2
 
 
 def test_more_references_than_one_message_can_name_are_freed_at_once(make_agents: Callable[..., list[Agent]]) -> None:
