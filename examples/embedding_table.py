@@ -136,7 +136,8 @@ def train_together(
     }
     losses = {name: future.wait() for name, future in futures.items()}
     for name, found in losses.items():
-        print(f"{name}: the loss fell from {found[0]:.3f} to {sum(found[-5:]) / 5:.3f} in {num_steps} steps")
+        last = sum(found[-5:]) / 5
+        print(f"{name}: the loss fell from {found[0]:.3f} to {last:.3f} in {num_steps} steps (mean of the last 5)")
     return losses
 
 

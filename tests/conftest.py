@@ -40,7 +40,7 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # There are more processes than processors: a second thread of an operation would mostly wait to be run.
 torch.set_num_threads(1)
 
-_SET_BY_OTHERS = {"PYTEST_CURRENT_TEST", "KINETO_LOG_LEVEL"}  # variables of pytest and of torch
+_SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "KINETO_", "TORCH", "TRITON_")  # beginnings of variables of pytest and torch
 
 # A job in the background ignores one of them, nohup the other, and programs of tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -97,12 +97,12 @@ def _quick_programs_end_with_the_session() -> Iterator[None]:
 
 
 def _process_state() -> dict[str, object]:
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM, signal.SIGCHLD, signal.SIGPIPE)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE)
     log = logging.getLogger("gradwire")
     return {
         "folder": os.getcwd(),
-        "environment": {name: value for name, value in os.environ.items() if name not in _SET_BY_OTHERS},
-        "signal handlers": {number.name: signal.getsignal(number) for number in signals},
+        **{f"variable {name}": value for name, value in os.environ.items() if not name.startswith(_SET_BY_OTHERS)},
+        **{f"handler of {number.name}": signal.getsignal(number) for number in signals},
         "garbage collection": (gc.isenabled(), gc.get_threshold()),
         "log": (log.level, log.propagate, log.disabled),
         "sys.path": list(sys.path),
@@ -113,11 +113,12 @@ def _process_state() -> dict[str, object]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _process_is_left_as_it_was() -> Iterator[None]:
-    """Which file comes next in this process is different in each run: it must find what this one found."""
+    """Fail a file that changes the state of the process: any other file may come next."""
     before = _process_state()
     yield
     after = _process_state()
-    assert {name: value for name, value in after.items() if value != before[name]} == {}, before
+    changed = sorted(name for name in {**before, **after} if before.get(name) != after.get(name))
+    assert changed == [], [(before.get(name), after.get(name)) for name in changed]
 
 
 @pytest.fixture(autouse=True)

@@ -11,10 +11,10 @@ TESTS = Path(__file__).parent
 LONGEST = (  # files of 15 s and more on two processors, in this order
     "examples/test_examples.py",
     "contracts/test_clusters.py",
-    "integration/cluster/test_ray.py",
     "accelerator/test_backward.py",  # compiles the stand-in accelerator, which the other files there need
-    "unit/compat/test_main.py",
     "integration/rpc/test_rendezvous.py",
+    "unit/compat/test_main.py",
+    "integration/cluster/test_ray.py",  # not beside the start of Ray for the examples: a node has 30 s for it
     "integration/cluster/test_from_env.py",
     "properties/test_ownership_exhaustive.py",
     "integration/cluster/test_ray_programs.py",

@@ -307,7 +307,7 @@ def _serve(channel: socket.socket, path: list[str]) -> None:
         between = os.fork()
         if between == 0:
             if os.fork() == 0:
-                be_program()  # before anybody knows of it
+                be_program()  # before its id is known: the leak check goes by the name
                 os.write(tell, str(os.getpid()).encode())
                 channel.close()
                 for descriptor in (opener, found, tell):

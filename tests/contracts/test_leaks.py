@@ -104,8 +104,10 @@ def log_handler() -> Iterator[None]:
 def current_worker() -> Iterator[None]:
     with local_agents(1) as (agent,):
         rpc.set_current_agent(agent)
-    yield  # it is closed, and still there for those who start a cluster
-    rpc.set_current_agent(None)
+    try:
+        yield  # it is closed and still the current one, so that no cluster can be started
+    finally:
+        rpc.set_current_agent(None)
 
 
 @pytest.mark.parametrize(

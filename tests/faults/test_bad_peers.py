@@ -78,7 +78,7 @@ def test_silence_is_ended_after_the_handshake_timeout(agents: list[Agent]) -> No
     started = time.monotonic()
     with _raw(agents[1]) as sock:
         assert _is_ended(sock)
-    assert 0.3 < time.monotonic() - started < 10.0
+    assert 1.0 < time.monotonic() - started < 10.0
 
 
 def test_one_byte_at_a_time_is_ended_too(agents: list[Agent]) -> None:

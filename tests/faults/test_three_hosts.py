@@ -140,13 +140,6 @@ def test_a_short_cut_loses_nothing(puppets: list[Puppet], hosts: Hosts, way: str
     _check(puppets, 0, 1, 2)
 
 
-def _wait_reachable(puppets: list[Puppet], hosts: Hosts) -> None:
-    """Wait until every host reaches every other one: for a while, the kernel still remembers that it could not."""
-    for puppet in puppets:
-        for address in hosts.addresses:
-            puppet.do(f"wait_until(lambda: is_reachable({address!r}), 20)", 25.0)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("way", list(WAYS))
 def test_a_long_cut_is_noticed_on_both_sides_and_heals(puppets: list[Puppet], hosts: Hosts, way: str) -> None:
@@ -163,10 +156,16 @@ def test_a_long_cut_is_noticed_on_both_sides_and_heals(puppets: list[Puppet], ho
     assert puppets[2].do("agent.has_ended('w0') or agent.has_ended('w1')") is False
     for source, target in WAYS[way]:
         hosts.heal(source, target)
-    _wait_reachable(puppets, hosts)
     for puppet in puppets:
         puppet.do("h.open_gate()")
     _check(puppets, 0, 1, 2)
+
+
+def _wait_reachable(puppets: list[Puppet], hosts: Hosts) -> None:
+    """Wait until every host reaches every other one: for a while, the kernel still remembers that it could not."""
+    for puppet in puppets:
+        for address in hosts.addresses:
+            puppet.do(f"wait_until(lambda: is_reachable({address!r}), 20)", 25.0)
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ _log = get_logger(__name__)
 _NOTICE: Final = "rref"
 _EXTENSION: Final = "rref"
 _ASK_S: Final = 5.0  # how long a reference that was sent may stay unaccepted before its receiver is asked for it
-_LOOKS: Final = 5  # how often, at most, all such references are looked through in that time
+_SCANS_PER_ASK: Final = 5  # how often, at most, all such references are looked through in that time
 _DELAY_S: Final = 0.01  # messages wait this long for others to the same worker
 _ACKNOWLEDGE_S: Final = 0.1  # no worker waits for an acknowledgement; mostly it travels with messages
 _RETRY_S: Final = 1.0
@@ -551,7 +551,7 @@ class References:
         now = time.monotonic()
         self.take_dropped()
         with self._effects:
-            next_look = self._looked_at + _ASK_S / _LOOKS
+            next_look = self._looked_at + _ASK_S / _SCANS_PER_ASK
             if next_look <= now:
                 next_look = self._ask_for_overdue(now)
             for rank in self._unreached:
@@ -559,7 +559,7 @@ class References:
             self._unreached.clear()
         self._flush()
         if next_look < _NEVER:
-            self._timer.plan(max(0.0, next_look - now))
+            self._timer.plan(max(0.0, next_look - time.monotonic()))
 
     def _ask_for_overdue(self, now: float) -> float:
         """Query references that were not accepted in time; return when the next may be overdue.

@@ -426,7 +426,6 @@ def test_a_port_that_is_taken_is_named(dashboard: Dashboard, agents: list[Agent]
             Dashboard(agents[0], "another", list, wrong)
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, because there are threads
 def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "gradwire.dashboard.web_server")
     monkeypatch.setitem(sys.modules, "uvicorn", None)
@@ -436,6 +435,7 @@ def test_a_missing_package_is_named_with_the_line_to_run(monkeypatch: pytest.Mon
         __import__("gradwire.dashboard.web_server")
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, because there are threads
 def test_a_process_that_the_driver_forked_closes_nothing_and_does_not_wait(dashboard: Dashboard) -> None:
     with dashboard._lock:  # as another thread may
         child = os.fork()

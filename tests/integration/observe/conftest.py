@@ -19,8 +19,8 @@ def _fork_server_ends_with_the_session() -> Iterator[None]:
 
 
 @pytest.fixture
-def late_events(cluster: Cluster) -> Iterator[None]:
-    """At the end of a trace all processes wait longer: a thread that has sent a message may have to wait to tell it."""
+def waits_for_late_events(cluster: Cluster) -> Iterator[None]:
+    """Make all processes wait longer at the end of a trace: a thread that has sent a message may tell of it late."""
     places = [tasks.set_settle_s, *(functools.partial(worker.call, tasks.set_settle_s) for worker in cluster.workers)]
     before = [set_there(0.5) for set_there in places]
     yield

@@ -36,7 +36,7 @@ def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_clock_of_another_machine_is_measured(cluster: Cluster, tmp_path: Path, late_events: None) -> None:
+def test_clock_of_another_machine_is_measured(cluster: Cluster, tmp_path: Path, waits_for_late_events: None) -> None:
     with cluster.trace(tmp_path / "run.zip") as trace:
         for worker in cluster.workers:
             worker.call(abs, -1)

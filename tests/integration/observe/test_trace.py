@@ -110,7 +110,7 @@ def test_slices_of_a_thread_are_nested_as_its_calls_are(cluster: Cluster, tmp_pa
 
 
 def test_arrows_lead_from_send_to_receive_forward_and_backward(
-    cluster: Cluster, tmp_path: Path, late_events: None
+    cluster: Cluster, tmp_path: Path, waits_for_late_events: None
 ) -> None:
     with cluster.trace(tmp_path / "run.zip"):
         train()

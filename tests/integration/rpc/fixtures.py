@@ -65,7 +65,6 @@ def nursery() -> Iterator[Nursery]:
     made = Nursery()
     yield made
     made.close()
-    shutil.rmtree(made.folder, ignore_errors=True)  # killed workers could not remove their sockets
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import contextlib
 import functools
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -107,10 +108,11 @@ class Puppet:
         self._connection.send(source)
 
     def wait_begun(self, timeout_s: float = 20.0) -> None:
-        """Waits until the puppet runs what `start` sent: a signal is for that, from then on."""
+        """Waits until the puppet runs what `start` sent: a signal that is sent after this interrupts it."""
         if not self._has_begun:
             message = self._receive(timeout_s)
-            assert message == _BEGUN, message
+            if message != _BEGUN:  # it cannot be compiled
+                raise PuppetError(*message[1])
             self._has_begun = True
 
     def result(self, timeout_s: float = 20.0) -> Any:
@@ -162,7 +164,7 @@ class Puppet:
         assert wait_until(lambda: not is_alive(self.pid), _END_S)
 
     def leave(self) -> None:
-        """Lets the process end in the ordinary way, and waits until it has."""
+        """Lets the process end by itself, and waits until it has."""
         self._connection.send(None)
         assert wait_until(lambda: not is_alive(self.pid), _END_S), f"puppet {self.pid} does not end"
 
@@ -172,11 +174,12 @@ class Puppet:
 
 
 class Nursery:
-    """Forks puppets."""
+    """Forks puppets; those of a fresh interpreter end as an interpreter does, with all modules taken apart."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_fresh: bool = False) -> None:
         self.folder = tempfile.mkdtemp(prefix="gwr-", dir="/tmp")  # short: socket paths have 107 bytes
-        self._process = quick_python.Popen(
+        popen = subprocess.Popen if is_fresh else quick_python.Popen
+        self._process = popen(
             [sys.executable, "-m", "rpc.puppets"],
             stdin=subprocess.PIPE,
             env=environment(self.folder),
@@ -201,6 +204,7 @@ class Nursery:
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._process.wait(_END_S)
+        shutil.rmtree(self.folder, ignore_errors=True)  # killed workers could not remove their sockets
 
 
 # -- in the nursery and in the puppets -----------------------------------------------------------------------------

@@ -112,7 +112,7 @@ def test_waiting_for_a_future_with_a_callback_takes_no_longer(pair: list[Agent])
         future.add_done_callback(lambda done: handlers.hold_gil(0.01))
         assert future.wait() == 1
         times.append(time.monotonic() - started)
-    assert min(times) < 0.1, times  # a busy machine may delay some of them
+    assert sorted(times)[1] < 0.1, times  # a busy machine may delay some of them
 
 
 def test_graceful_shutdown_waits_for_callbacks(pair: list[Agent]) -> None:

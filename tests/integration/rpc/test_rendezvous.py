@@ -16,7 +16,7 @@ from gradwire import rpc
 from gradwire.errors import ConfigurationError, RendezvousFailed
 from gradwire.transports.tls import make_keys
 from rpc.fixtures import init_source
-from rpc.puppets import Puppet, PuppetError, wait_until
+from rpc.puppets import Nursery, Puppet, PuppetError, wait_until
 
 Make = Callable[[int], list[Puppet]]
 
@@ -430,13 +430,20 @@ def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
 # -- ends ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module")
+def fresh_nursery() -> Iterator[Nursery]:
+    made = Nursery(is_fresh=True)
+    yield made
+    made.close()
+
+
 @pytest.mark.parametrize("is_graceful", [True, False])
 @pytest.mark.parametrize("world_size", [4, None])
 def test_programs_that_end_one_after_the_other_print_nothing(
-    make_puppets: Make, tcp_meeting: str, tmp_path: Path, is_graceful: bool, world_size: int | None
+    fresh_nursery: Nursery, tcp_meeting: str, tmp_path: Path, is_graceful: bool, world_size: int | None
 ) -> None:
     """Rank 0, which serves the store, ends first where it can."""
-    puppets = make_puppets(4)
+    puppets = [fresh_nursery.make() for _ in range(4)]
     for rank, puppet in enumerate(puppets):
         puppet.do(f"os.dup2(os.open({str(tmp_path / str(rank))!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)")
         if world_size is None:
@@ -460,6 +467,8 @@ def test_programs_that_end_one_after_the_other_print_nothing(
                     puppet.do("rpc.rpc_sync('unknown', operator.add, args=(1, 2))")
             puppet.do("rpc.shutdown(graceful=False)")
             puppet.leave()
+    for puppet in puppets:
+        puppet.close()
     printed = {rank: (tmp_path / str(rank)).read_text() for rank in range(4)}
     assert not any(printed.values()), printed
 

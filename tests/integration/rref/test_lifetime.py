@@ -280,11 +280,13 @@ def test_references_in_transit_are_not_looked_through_with_every_message(
     for _ in range(20):
         known._on_timer()
     assert looked == [known._ownership]
+    assert known._timer._flush_at < context._NEVER, "they are looked through later"
     monkeypatch.setattr(context, "_ASK_S", 0.0)
     known._on_timer()
     assert len(looked) == 2
 
 
+@pytest.mark.timeout(500)
 def test_more_references_than_one_message_can_name_are_freed_at_once(make_agents: Callable[..., list[Agent]]) -> None:
     check_that_all_are_freed_at_once(*make_agents(2), 40_000)
 

@@ -256,7 +256,6 @@ def test_names_need_no_quotes_in_a_shell(monkeypatch: pytest.MonkeyPatch, argume
         assert here.name == f"{name}-{os.getpid()}"
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, because there are threads
 def test_a_path_that_is_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch, runtime_folder: Path) -> None:
     long = runtime_folder / ("x" * 90)
     long.mkdir()
@@ -265,6 +264,7 @@ def test_a_path_that_is_too_long_is_not_used(monkeypatch: pytest.MonkeyPatch, ru
         assert list_sockets()[0].parent == runtime_folder / "gradwire"
 
 
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")  # of Python 3.12, because there are threads
 def test_a_process_that_the_driver_forked_neither_removes_nor_keeps_the_socket() -> None:
     with opened() as here:
         pid = os.fork()
