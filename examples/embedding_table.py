@@ -99,7 +99,7 @@ def train(table: ShardedTensor, head: RemoteModule, trainer: int, num_steps: int
 
 
 def report(trainer: int, step: int, loss: float) -> None:
-    print(f"trainer{trainer}: step {step}, loss {loss:.3f}")
+    print(f"trainer{trainer}: step {step}, loss {loss:.3f}\n", end="")  # in one piece: both may report at once
 
 
 # %%
