@@ -32,6 +32,7 @@ from gradwire.rpc.pending_calls import PendingCall
 from gradwire.rref._messages import Action, Break, Confirmed, Fail, Forget, Free, LocalAction, Worker
 from gradwire.rref._ownership import ReferenceProtocol
 from gradwire.rref.reliable import Batch
+from gradwire.rref.transits import Transits
 from gradwire.rref.values import Owned, UserFork, deleted, describe, lost_text
 from gradwire.types import COUNTER_BITS, WorkerAddress, WorkerInfo, creator_of, first_counter
 
@@ -40,7 +41,6 @@ _log = get_logger(__name__)
 _NOTICE: Final = "rref"
 _EXTENSION: Final = "rref"
 _ASK_S: Final = 5.0  # how long a reference that was sent may stay unaccepted before its receiver is asked for it
-_SCANS_PER_ASK: Final = 5  # how often, at most, all such references are looked through in that time
 _DELAY_S: Final = 0.01  # messages wait this long for others to the same worker
 _ACKNOWLEDGE_S: Final = 0.1  # no worker waits for an acknowledgement; mostly it travels with messages
 _RETRY_S: Final = 1.0
@@ -177,17 +177,6 @@ class PeerKnowledge:
         return found
 
 
-@dataclass(slots=True)
-class Transit:
-    asked_at: float  # when it was sent, or when its receiver was last asked for it
-    status: TransferStatus | None = None  # of the message that it is in, if that is known
-
-    @property
-    def is_in_call(self) -> bool:
-        """Whether the call that carries it is in progress: it may still have to leave, or wait behind something large."""
-        return self.status is not None and self.status.call_id != 0
-
-
 class References:
     def __init__(self, agent: Agent) -> None:
         self.agent = agent
@@ -202,8 +191,7 @@ class References:
         self._ownership, self._outbox = self._protocol.ownership, self._protocol.outbox
         self._owned: dict[int, Owned] = {}  # values here that others know of
         self._forks: dict[int, UserFork] = {}  # references to values elsewhere
-        self._transits: dict[int, Transit] = {}  # by fork
-        self._looked_at = -_NEVER  # when `_transits` was last looked through
+        self._transits = Transits()
         self._unreached: set[int] = set()  # ranks to which unacknowledged messages must be sent again
         # Single operations only:
         self._dropped: collections.deque[Owned | UserFork] = collections.deque()  # filled by finalizers
@@ -419,7 +407,7 @@ class References:
                 self._share(state)
             is_sent = self._ownership.sent(state.rref_id, parent, child, receiver)
             if is_sent:
-                self._transits[child] = Transit(time.monotonic(), status)
+                self._transits.add(child, status, time.monotonic())
         if not is_sent:
             raise RRefError(
                 f"reference {describe(state.rref_id)} was deleted on this worker and cannot be sent to worker {to}"
@@ -471,7 +459,7 @@ class References:
         with self._effects:
             for child in contents.values():
                 if type(child) is int:
-                    self._transits.pop(child, None)
+                    self._transits.discard(child)
                     self._apply(self._ownership.not_sent(child))
 
     def on_arrived(self, contents: dict[Any, Any]) -> None:
@@ -551,29 +539,16 @@ class References:
         now = time.monotonic()
         self.take_dropped()
         with self._effects:
-            next_look = self._looked_at + _ASK_S / _SCANS_PER_ASK
+            next_look = self._transits.next_look(_ASK_S)
             if next_look <= now:
-                next_look = self._ask_for_overdue(now)
+                overdue, next_look = self._transits.look(self._ownership.children(), now, _ASK_S)
+                self._apply(self._ownership.overdue(overdue))
             for rank in self._unreached:
                 self._outbox.cut(rank)
             self._unreached.clear()
         self._flush()
         if next_look < _NEVER:
             self._timer.plan(max(0.0, next_look - time.monotonic()))
-
-    def _ask_for_overdue(self, now: float) -> float:
-        """Query references that were not accepted in time; return when the next may be overdue.
-
-        Looks at every reference in transit, which takes long if there are many.
-        """
-        self._looked_at = now
-        # Those to a worker that is back are new here.
-        self._transits = {child: self._transits.get(child) or Transit(now) for child in self._ownership.children()}
-        overdue = {child: item for child, item in self._transits.items() if item.asked_at <= now - _ASK_S}
-        self._apply(self._ownership.overdue(child for child, item in overdue.items() if not item.is_in_call))
-        for item in overdue.values():
-            item.asked_at = now
-        return min((item.asked_at for item in self._transits.values()), default=_NEVER) + _ASK_S
 
     def _flush(self) -> None:
         with self._lock:

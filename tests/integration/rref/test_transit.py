@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gradwire.config import Limits
+from gradwire.errors import RpcTimeout
 from gradwire.rpc.agent import Agent
 from gradwire.rref import context
 from gradwire.rref._messages import Action
@@ -158,30 +159,57 @@ def rebuild_slow() -> None:
 unpacking = threading.Event()
 
 
-def give_slowly() -> list[Any]:
-    return [Slow(), RRef(7)]
+def give_many() -> list[Any]:
+    return [RRef(number) for number in range(1000)]
+
+
+def give_many_slowly() -> list[Any]:
+    return [Slow(), *give_many()]
 
 
 def test_an_answer_that_takes_long_to_unpack(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers: list[bool] = []
+    """Of the references in it, one is asked for: a question for each would make it take longer still."""
+    answers: list[tuple[int, bool]] = []
     answered = Ownership.answered
 
     def watched(self: Ownership, by: Any, child: int, has_it: bool, is_last: bool) -> list[Action]:
-        answers.append(has_it)
+        answers.append((child, has_it))
         return answered(self, by, child, has_it, is_last)
 
     monkeypatch.setattr(Ownership, "answered", watched)
+    monkeypatch.setattr(context, "_ASK_S", 600.0)  # not while it is packed
     unpacking.clear()
     with local_agents(2, "unix") as (a, b):
         found: list[Any] = []
-        caller = threading.Thread(target=lambda: found.extend(a.call("b", give_slowly)))
+        caller = threading.Thread(target=lambda: found.extend(a.call("b", give_many_slowly)))
         caller.start()
         assert unpacking.wait(WAIT_S)
+        monkeypatch.setattr(context, "_ASK_S", 0.0)
+        last = max(context.of(b)._ownership.children())
         for number in range(1, 4):
             ask_now(b)
             wait_until(lambda number=number: len(answers) >= number, WAIT_S, "that the holder answers")
+        assert set(answers) == {(last, True)}
         gate.set()
         caller.join()
-        assert answers == [True] * len(answers)
-        assert found[1].to_here() == 7
+        assert found[-1].to_here() == 999
         found.clear()
+
+
+def test_an_answer_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its last reference is asked for at first; once that is lost, the others are."""
+    send = StreamConnection.send
+
+    def send_no_answer(self: StreamConnection, message: Any, *args: Any, **kwargs: Any) -> Any:
+        if not (isinstance(message, Reply) and message.body_bytes > 1000):
+            return send(self, message, *args, **kwargs)
+        return None
+
+    monkeypatch.setattr(StreamConnection, "send", send_no_answer)
+    with local_agents(2, "unix") as (a, b):
+        assert a.call("b", len, ([1],)) == 1
+        with pytest.raises(RpcTimeout):
+            a.call("b", give_many, timeout_s=2.0)
+        known = context.of(b)
+        assert known.statistics().num_values == 1000
+        wait_until(lambda: known.statistics().num_values == 0, WAIT_S, "that the values are freed")
