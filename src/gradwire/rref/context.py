@@ -539,16 +539,16 @@ class References:
         now = time.monotonic()
         self.take_dropped()
         with self._effects:
-            next_look = self._transits.next_look(_ASK_S)
-            if next_look <= now:
-                overdue, next_look = self._transits.look(self._ownership.children(), now, _ASK_S)
+            next_scan = self._transits.next_scan(_ASK_S)
+            if next_scan <= now:
+                overdue, next_scan = self._transits.scan(self._ownership.children(), now, _ASK_S)
                 self._apply(self._ownership.overdue(overdue))
             for rank in self._unreached:
                 self._outbox.cut(rank)
             self._unreached.clear()
         self._flush()
-        if next_look < _NEVER:
-            self._timer.plan(max(0.0, next_look - time.monotonic()))
+        if next_scan < _NEVER:
+            self._timer.plan(max(0.0, next_scan - time.monotonic()))
 
     def _flush(self) -> None:
         with self._lock:
