@@ -40,7 +40,8 @@ def leak_check(_own_temporary_folder: None) -> Iterator[LeakCheck]:
     gc.collect()
     with contextlib.suppress(TimeoutError):  # the assertion says what is left
         wait_until(lambda: not _leaks(check), 20.0)
-    assert _leaks(check) == []
+    left = _leaks(check)
+    assert left == [], left
 
 
 def _leaks(check: LeakCheck) -> list[str]:

@@ -63,6 +63,26 @@ def test_a_module(tmp_path: Path) -> None:
     assert run(quick_python.Popen, tmp_path, *arguments) == run(subprocess.Popen, tmp_path, *arguments)
 
 
+def test_an_orphan_of_another_program_is_reaped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parent of a process ends while a program is being forked: this process becomes its parent."""
+    command = ["sh", "-c", "sleep 60 >&2 & echo $!; wait"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        answer = quick_python._Source.answer
+
+        def orphan_it(self: quick_python._Source) -> int:
+            parent.kill()
+            wait_until(lambda: pid in quick_python._children(), 20.0, "that it is a child of this process")
+            os.kill(pid, signal.SIGKILL)
+            return answer(self)
+
+        quick_python.prepare()
+        monkeypatch.setattr(quick_python._Source, "answer", orphan_it)
+        assert quick_python.run([sys.executable, "-c", "pass"], timeout=60).returncode == 0
+        wait_until(lambda: pid not in quick_python._children(), 20.0, "that the orphan is reaped")
+
+
 def test_it_is_a_child_that_is_waited_for_and_has_what_was_passed() -> None:
     program = "import os, sys; os.write(int(sys.argv[1]), b'x'); print(os.getpid(), os.getppid(), flush=True); input()"
     theirs, ours = os.pipe()
