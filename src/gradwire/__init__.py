@@ -1,4 +1,4 @@
-"""gradwire: call functions on other processes and machines, and differentiate through those calls."""
+"""gradwire: call functions in other processes and on other machines, and differentiate through those calls."""
 
 from __future__ import annotations
 

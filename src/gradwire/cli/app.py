@@ -65,7 +65,7 @@ def gradwire(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
     ] = False,
 ) -> None:
-    """Call functions on other processes and machines, and differentiate through those calls.
+    """Call functions in other processes and on other machines, and differentiate through those calls.
 
     [bold]Examples[/]
 
