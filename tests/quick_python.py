@@ -33,7 +33,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -75,26 +74,19 @@ def _prctl(option: int, value: Any) -> None:
         raise OSError(ctypes.get_errno(), "prctl failed")
 
 
-def _children() -> set[int]:
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):  # the thread has just ended
-            found.update(map(int, (task / "children").read_text().split()))
+def _parents() -> dict[int, int]:
+    """The parent of every process."""
+    found: dict[int, int] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):  # it has just ended
+                found[int(name)] = int(Path(f"/proc/{name}/stat").read_bytes().rpartition(b")")[2].split()[1])
     return found
 
 
-def _started_at(pid: int) -> float:
-    """In seconds since the machine was started, to the hundredth below."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:  # another thread has waited for it
-        return float("inf")
-    return int(fields[19]) / os.sysconf("SC_CLK_TCK")
-
-
 def _reap(orphan: int) -> None:
-    """Wait for a process whose parent ended while this process was asking for the children of others."""
-    threading.Thread(target=os.waitpid, args=(orphan, 0), name=f"reaps-{orphan}", daemon=True).start()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(orphan, 0)
 
 
 class _Source:
@@ -109,17 +101,17 @@ class _Source:
     def fork(self, request: Request, descriptors: Sequence[int]) -> int:
         """The id of a new process, which is a child of this one."""
         # The process that forks it ends at once, and the kernel gives its child to the next ancestor that asked for it.
-        began = time.clock_gettime(time.CLOCK_BOOTTIME)
-        before = _children()
+        # Until that is over, this process also becomes the parent of other orphans below it, for which nothing waits.
+        own, before = os.getpid(), _parents()
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
         try:
             socket.send_fds(self._channel, [json.dumps(request).encode()], descriptors)
             program = self.answer()
         finally:
             _prctl(_PR_SET_CHILD_SUBREAPER, 0)
-        for pid in _children() - before - {program}:
-            if _started_at(pid) < began:  # not one that another thread has started
-                _reap(pid)
+        for pid, parent in _parents().items():
+            if parent == own != before.get(pid, own):
+                threading.Thread(target=_reap, args=(pid,), name=f"reaps-{pid}", daemon=True).start()
         return program
 
     def answer(self) -> int:

@@ -73,14 +73,14 @@ def test_an_orphan_of_another_program_is_reaped(monkeypatch: pytest.MonkeyPatch)
 
         def orphan_it(self: quick_python._Source) -> int:
             parent.kill()
-            wait_until(lambda: pid in quick_python._children(), 20.0, "that it is a child of this process")
+            wait_until(lambda: quick_python._parents()[pid] == os.getpid(), 20.0, "that it is a child of this process")
             os.kill(pid, signal.SIGKILL)
             return answer(self)
 
         quick_python.prepare()
         monkeypatch.setattr(quick_python._Source, "answer", orphan_it)
         assert quick_python.run([sys.executable, "-c", "pass"], timeout=60).returncode == 0
-        wait_until(lambda: pid not in quick_python._children(), 20.0, "that the orphan is reaped")
+        wait_until(lambda: pid not in quick_python._parents(), 20.0, "that the orphan is reaped")
 
 
 def test_it_is_a_child_that_is_waited_for_and_has_what_was_passed() -> None:
