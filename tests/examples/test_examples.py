@@ -230,7 +230,7 @@ def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     )
     with contextlib.ExitStack() as stack:
         if "on_ray.py" in wanted["example"] or any(map(_needs_ray, wanted["document"])):
-            address = stack.enter_context(nodes_of_a_program({"num_cpus": 4}))  # two programs may run at a time
+            address = stack.enter_context(nodes_of_a_program({"num_cpus": 5}))  # for two programs at a time
             stack.enter_context(pytest.MonkeyPatch.context()).setenv("RAY_ADDRESS", address)
         for function, names in groups:  # the longest first
             if names:

@@ -405,9 +405,10 @@ class References:
                 maker = self._ownership.maker_of(parent)
             else:
                 self._share(state)
+            self._transits.add(child, status, time.monotonic())  # first, should a signal end this: `scan` needs it
             is_sent = self._ownership.sent(state.rref_id, parent, child, receiver)
-            if is_sent:
-                self._transits.add(child, status, time.monotonic())
+            if not is_sent:
+                self._transits.discard(child)
         if not is_sent:
             raise RRefError(
                 f"reference {describe(state.rref_id)} was deleted on this worker and cannot be sent to worker {to}"
@@ -459,8 +460,8 @@ class References:
         with self._effects:
             for child in contents.values():
                 if type(child) is int:
-                    self._transits.discard(child)
                     self._apply(self._ownership.not_sent(child))
+                    self._transits.discard(child)
 
     def on_arrived(self, contents: dict[Any, Any]) -> None:
         """Handle an unpacked message with references: have their owners list them, without waiting for it."""

@@ -16,7 +16,7 @@ class Transits:
 
     A message that carries many references may take long to send and unpack, above all on a busy machine, and to ask for each
     of them meanwhile would make it take longer still. They arrive in order, so only the last one is asked for: the probe of
-    the message. When the probe has arrived or is lost, the references that are left are asked for one by one.
+    the message. When the probe has arrived or is lost, each of the references that are left is asked for.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Transits:
         """Look through the references in transit.
 
         Args:
-            fork_ids: Those that are still in transit, of all that were added.
+            fork_ids: Those that are still in transit; each of them was added.
             now: The time.
             ask_s: How long they may stay unaccepted before their receiver is asked.
 
