@@ -89,6 +89,8 @@ class Agent:
         on_close: Called at the end, to remove the worker's files.
 
     Attributes:
+        is_leaving: Whether other workers can no longer join: those that are left have agreed to shut down, or `close` has
+            begun.
         is_closed: Whether `close` has begun.
     """
 
@@ -127,7 +129,7 @@ class Agent:
         self._lock = threading.Lock()  # guards _membership, _telling and is_closed
         self._told = threading.Condition(self._lock)  # notified when the end of a worker has been reported
         self._telling: dict[str, int] = {}  # workers whose end is being reported, and the threads that do it
-        self.is_closed = False
+        self.is_leaving = self.is_closed = False
         self._closed = threading.Event()  # set when close() has ended
         self.gathering = Gathering(self)
         self.notices = Notices(self)
@@ -360,7 +362,7 @@ class Agent:
         names: list[str] | None = None
         while True:
             try:
-                self.gathering.wait_all_quiet(deadline, names)
+                self.gathering.agree_to_leave(deadline, names)
                 return
             except WorkerLost as lost:
                 known = names or [info.name for info in self.directory.infos()]
@@ -374,7 +376,7 @@ class Agent:
         with self._lock:
             if self.is_closed:
                 return
-            self.is_closed = True
+            self.is_leaving = self.is_closed = True
         with (
             contextlib.ExitStack() as steps
         ):  # runs in reverse order, each step even if Ctrl-C interrupts an earlier one

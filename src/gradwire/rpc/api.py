@@ -451,7 +451,10 @@ def _barrier(worker_names: Sequence[str] | None = None) -> None:
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Return when every worker has called it and no call is in progress on any worker."""
+    """Return when every worker has called it and no call is in progress on any worker.
+
+    It does not stand for a `shutdown`, which waits until every worker has called that.
+    """
     deadline = time.monotonic() + timeout if timeout > 0 else float("inf")
     current_agent().gathering.wait_all_quiet(deadline)
 

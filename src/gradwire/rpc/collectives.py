@@ -202,16 +202,34 @@ class Gathering:
             self._wait_quiet(deadline)
             counts = self.all_gather((agent.client.num_made, agent.server.num_served), names, deadline)
             if counts == before:
-                break
+                return
             before = counts
-        if self._collector(list(counts)) == agent.info.name:
-            self._see_off()
 
-    def _see_off(self) -> None:
+    def agree_to_leave(self, deadline: float, names: Sequence[str] | None = None) -> None:
+        """Wait until every worker (or every named one) shuts down and has nothing left to do.
+
+        A process that has left may start its next worker at once, which must not join this world. So there is one more
+        round: each worker stops letting others in before it enters that round, and none leaves before all have entered it.
+        """
+        self.wait_all_quiet(deadline, names)
+        agent = self._agent
+        if not agent.directory.is_fixed:
+            return
+        agent.is_leaving = True
+        incarnations = self._connected()  # nobody has left; later incarnations belong to another world
+        group = self.all_gather(None, names, deadline)
+        if self._collector(list(group)) == agent.info.name:
+            self._see_off({(name, incarnation) for name, incarnation in incarnations if name in group})
+
+    def _see_off(self, others: set[tuple[str, int]]) -> None:
         """Wait until the other workers have left, so that the collector's answers reach all of them."""
         deadline = time.monotonic() + _SEE_OFF_S
-        while self._agent.server.control_lanes() and time.monotonic() < deadline:
+        while not others.isdisjoint(self._connected()) and time.monotonic() < deadline:
             _interrupts.sleep(0.002)
+
+    def _connected(self) -> set[tuple[str, int]]:
+        """Return the names and incarnations of the workers that are connected to this one."""
+        return {(lane.info.name, lane.address.incarnation) for lane in self._agent.server.control_lanes()}
 
     def _wait_quiet(self, deadline: float) -> None:
         while not self._agent.is_quiet:

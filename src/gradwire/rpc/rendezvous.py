@@ -5,9 +5,10 @@
 
 The store only carries addresses. Rank 0 is authoritative, so entries that an earlier run left in a file are harmless. A rank
 that restarts publishes its new incarnation and joins again; the others find it when the old one stops responding. If rank 0
-itself restarts, it asks the ranks that have already met. A rank that cannot join (another trust level, a name or rank that
-is taken) leaves a note in the store, if the store admits it, and all waiting ranks fail at once. Without `world_size` there
-is no meeting: workers may join and leave, and are looked up by name.
+itself restarts, it asks the ranks that have already met. Once all ranks have agreed to shut down, none of them lets another
+worker in or speaks of the others: a process that meets again at once must find the next rank 0. A rank that cannot join
+(another trust level, a name or rank that is taken) leaves a note in the store, if the store admits it, and all waiting ranks
+fail at once. Without `world_size` there is no meeting: workers may join and leave, and are looked up by name.
 """
 
 from __future__ import annotations
@@ -290,6 +291,8 @@ class Host:
     def _on_join(
         self, source: WorkerInfo, raw: bytes, world_size: int, devices: DeviceReport
     ) -> InterruptibleFuture[Any]:
+        if self._agent.is_leaving:  # the worker will find the next rank 0, if there is one
+            raise RendezvousFailed(f"rank 0 ({self._agent.info.name}) is shutting down")
         address = decode_address(raw, self._agent.config.limits)
         if address.info != source:
             raise DecodeError(f"{source.name} with rank {source.id} cannot join as {address.info!r}")
@@ -361,7 +364,7 @@ class Meeting:
         self._next_check = 0.0  # when to look for an obstacle again
         self._refused_by = 0  # incarnation of the rank 0 that does not let this worker in
         self._refused_at = 0.0
-        agent.server.register_control("met", lambda source: self._met)
+        agent.server.register_control("met", lambda source: [] if agent.is_leaving else self._met)
 
     def join(self, deadline: float) -> None:
         """Return when every rank is there."""

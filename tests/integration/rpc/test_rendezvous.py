@@ -76,6 +76,44 @@ def test_meet_again_without_waiting_for_the_others(
     assert all(puppet.do("rpc._is_current_rpc_agent_set()") is False for puppet in puppets)
 
 
+@pytest.mark.parametrize("scheme", ["file", "tcp"])
+def test_join_no_world_that_is_shutting_down(
+    make_puppets: Make, meeting: str, tcp_meeting: str, tmp_path: Path, scheme: str
+) -> None:
+    """Rank 0 waits for rank 2 to leave, while rank 1 has left and wants to meet again."""
+    puppets, where = make_puppets(3), meeting if scheme == "file" else tcp_meeting
+    _meet(puppets, where)
+    first, second, third = puppets
+    joins, may_leave = tmp_path / "joins", tmp_path / "may_leave"
+    first.do("import gradwire.rpc.collectives as c; c._SEE_OFF_S = 60")
+    third.do("import pathlib, time")
+    stay = f"while not pathlib.Path({str(may_leave)!r}).exists(): time.sleep(0.01)"
+    third.do(f"def stay(deadline):\n {stay}")
+    third.do("rpc.api.current_agent().farewells.append(stay)")
+    second.do(
+        "from gradwire.rpc.rendezvous import Meeting\n"
+        "take = Meeting._take\n"
+        "def take_and_tell(meeting, answer):\n"
+        " has_joined = take(meeting, answer)\n"
+        f" open({str(joins)!r}, 'a').write(f'{{has_joined}} ')\n"
+        " return has_joined\n"
+        "Meeting._take = take_and_tell"
+    )
+    for puppet in puppets:
+        puppet.start("rpc.shutdown()")
+    second.result()
+    second.start(init_source(1, 3, where))
+    assert wait_until(lambda: joins.exists() and joins.read_text())
+    may_leave.touch()
+    for rank, puppet in ((0, first), (2, third)):
+        puppet.result()
+        puppet.start(init_source(rank, 3, where))
+    for puppet in puppets:
+        puppet.result()
+    assert set(joins.read_text().split()[:-1]) == {"False"}
+    _check(puppets)
+
+
 def test_environment(make_puppets: Make, free_port: int) -> None:
     puppets = make_puppets(2)
     for rank, puppet in enumerate(puppets):

@@ -186,12 +186,18 @@ def test_shutdown_names_the_holder_that_does_not_let_go(workers: Workers) -> Non
     for puppet in (first, second):
         puppet.do(SETUP)
     first.do("own = RRef([1]); rpc.rpc_sync('w1', tasks.keep, args=('a', own))")
-    second.do("context.here().agent.farewells.clear()")  # a worker that leaves its references be
+    second.do(  # a worker that leaves its references be, and stays until the other has left
+        "import time\n"
+        "agent = context.here().agent\n"
+        "def stay(deadline):\n"
+        " while not agent.has_ended('w0'): time.sleep(0.01)\n"
+        "agent.farewells[:] = [stay]"
+    )
     first.start("context._LEAVE_S = 0.5\nrpc.shutdown()")
-    second.do("rpc._wait_all_workers(20)")
+    second.start("rpc.shutdown()")
     with pytest.raises(PuppetError, match=r"other workers still held references to its values: w1 \(1\)"):
         first.result()
-    second.do("rpc.shutdown(graceful=False)")
+    second.result()
 
 
 def test_a_restarted_owner_does_not_know_the_old_reference(
