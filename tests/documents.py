@@ -1,7 +1,8 @@
 """Programs in the documents, and what these say that they do.
 
 A program of a document is a block marked ``python``, or a file of which parts are shown with ``{literalinclude}``. One that
-is marked ``python ranks=3`` is run by ``gradwire run -n 3``, one marked ``python name.py`` is a module of the next program.
+is marked ``python ranks=3`` is run by ``gradwire run -n 3``, or by torchrun if it is for torch alone; one
+marked ``python name.py`` is a module of the next program.
 
 What follows a program is compared with what it does: a block marked ``output`` with all that it prints, one marked ``pytb``
 with the traceback that it ends with. ``...`` in these stands for any text; in a traceback line breaks do not count. With

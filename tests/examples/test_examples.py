@@ -74,14 +74,14 @@ VARIES = {  # besides numbers: parts of lines that are different in every run
 }
 LOGGED = re.compile(
     r"((\[rank0\] )?gradwire: \d workers on 1 host from (torchrun|gradwire run), run id \S+; rank 0 of \d is the driver\n)?"
-    r"(\[rank\d\] \S+/torch/\S+ \w+Warning: .*\n\[rank\d\]   .*\n)*"  # of torch.distributed.rpc and .optim
+    r"((\[rank\d\] )?\S+/torch/\S+ \w+Warning: .*\n(\[rank\d\] )?  .*\n)*"  # of torch.distributed.rpc and .optim
     r"(worker worker\d is lost: killed by SIGKILL; it is being restarted, .*\n)*"
 )
 ARGUMENTS = {"demo.py": ["--epochs", "1"]}
-LAUNCHERS = {"under_torchrun.py": ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=3"]}
-ENVIRONMENTS = {
-    "under_torchrun.py": {"OMP_NUM_THREADS": "1"},  # else torchrun logs that it has set it
-}
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
+TORCHRUN_IS_QUIET = {"OMP_NUM_THREADS": "1"}  # else it logs that it has set it
+LAUNCHERS = {"under_torchrun.py": [*TORCHRUN, "--nproc-per-node=3"]}
+ENVIRONMENTS = {"under_torchrun.py": TORCHRUN_IS_QUIET}
 START_PROCESSES = {"on_ray.py", "torch_style.py", "two_hosts_tls.py", "under_torchrun.py"}
 DEADLINE_S = 150  # each takes seconds; a busy machine may need more
 GROUP_DEADLINE_S = 400  # of all programs that share an interpreter
@@ -189,7 +189,7 @@ def run_documents(documents: list[str], folder: Path) -> dict[str, list[Ran]]:
     ]
     ran = iter(run_together(jobs, folder) if jobs else [])
     return {
-        document: [next(ran) if _may_share(shown) else run_alone(program, shown.num_ranks) for program, shown in found]
+        document: [next(ran) if _may_share(shown) else run_alone(program, shown) for program, shown in found]
         for document, found in programs.items()
     }
 
@@ -199,9 +199,19 @@ def _may_share(shown: Shown) -> bool:
     return not (shown.num_ranks or shown.modules)
 
 
-def run_alone(program: Path, num_ranks: int) -> Ran:
-    launcher = ["-m", "gradwire", "run", "-n", str(num_ranks)] if num_ranks else []
-    return run(program, program.parent, launcher=launcher)
+def run_alone(program: Path, shown: Shown) -> Ran:
+    """Run it with ``gradwire run`` if it has ranks.
+
+    One that runs on torch alone is started with torchrun, which serves the store: if rank 0 does, torch's
+    ``rpc.shutdown`` fails on another rank that still reads from the store when rank 0 has ended.
+    """
+    if not shown.num_ranks:
+        return run(program, program.parent)
+    if "gradwire" in shown.text:
+        return run(program, program.parent, launcher=["-m", "gradwire", "run", "-n", str(shown.num_ranks)])
+    return run(
+        program, program.parent, launcher=[*TORCHRUN, f"--nproc-per-node={shown.num_ranks}"], **TORCHRUN_IS_QUIET
+    )
 
 
 def run_notebook(name: str, folder: Path) -> dict[str, list[Ran]]:
