@@ -71,6 +71,7 @@ VARIES = {  # besides numbers: parts of lines that are different in every run
     "on_ray.py": r"[━─┳╇┴]+| ",
     "pipeline.py": r"(?<=stage\d )\S+",
     "survives_kills.py": r"\w+(?= at step)",
+    "two_hosts_tls.py": r"left|right",  # either may print first
 }
 LOGGED = re.compile(
     r"((\[rank0\] )?gradwire: \d workers on 1 host from (torchrun|gradwire run), run id \S+; rank 0 of \d is the driver\n)?"
