@@ -80,3 +80,8 @@ def test_neither_pickles_nor_evaluates_outside_the_wire() -> None:
     pattern = re.compile(r"\b(?:cloud)?pickle\.loads?\(|\beval\(|\bexec\(|\bmarshal\.|Unpickler\(")
     found = {name for name, text in TEXTS.items() if pattern.search(text)}
     assert found <= allowed
+
+
+def test_no_finalizers_of_weakref() -> None:
+    """At the end of a program Python goes through all of them without a lock, and fails if a thread adds or removes one."""
+    assert [name for name, text in TEXTS.items() if _calls(text, "finalize") and "weakref" in text] == []

@@ -41,7 +41,7 @@ import threading
 import time
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -423,9 +423,10 @@ class Slot:
 
     def __init__(self, slot_id: int, capacity: int, fd: int) -> None:
         self.slot_id, self.capacity = slot_id, capacity
-        self._mapping, self.memory = _map_shared(fd, PAGE + capacity)
+        self._mapping = Mapping(fd, PAGE + capacity)
+        self.memory = self._mapping.as_tensor()
         self._is_pinned = False
-        self.address = self.memory.data_ptr() + PAGE
+        self.address = self._mapping.address + PAGE
         self.state = ctypes.c_uint8.from_address(self.address - PAGE)
         self.loan: SlotLoan | None = None
         self.last_lent = 0.0
@@ -453,7 +454,7 @@ class Slot:
             from gradwire.wire import device_copies
 
             self._is_pinned = True
-            device_copies.pin(self._mapping, self.address, self.capacity)
+            self._mapping.unpin = device_copies.pin(self.address, self.capacity)
 
     def retire(self) -> None:
         """Free the pages and mark the slot as retired for the receiver."""
@@ -534,18 +535,46 @@ def check_memfd(fd: int) -> tuple[int, int]:
     return slot_id, capacity
 
 
-def _map_shared(fd: int, num_bytes: int) -> tuple[Any, torch.Tensor]:
-    """Return a mapping, which lives as long as the object, and the tensor of its bytes, which keeps that."""
-    # Unlike `mmap.mmap`, this keeps no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
-    protection = mmap.PROT_READ | mmap.PROT_WRITE
-    address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
-    if address is None or address == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
-    buffer = bytes_type(num_bytes).from_address(address)
-    weakref.finalize(buffer, _libc().munmap, address, num_bytes).atexit = False  # tensors may be used to the very end
-    with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
-        return buffer, torch.frombuffer(buffer, dtype=torch.uint8)
+class Mapping:
+    """Shared memory of this process, unmapped when the object is freed.
+
+    Not with `weakref.finalize`: memory is freed in any thread, also while the main thread goes through all finalizers at the
+    end of the program, which takes no lock and fails if their number changes.
+
+    Attributes:
+        address: Where the memory begins.
+        unpin: Called before the memory is unmapped.
+    """
+
+    __slots__ = ("_munmap", "_num_bytes", "address", "unpin")
+
+    def __init__(self, fd: int, num_bytes: int) -> None:
+        # Unlike `mmap.mmap`, this keeps no descriptor while the mapping lives; unlike `torch.from_file`, nor on failure.
+        self._munmap = _libc().munmap  # module globals may be gone when it is needed
+        self._num_bytes = num_bytes
+        self.unpin: Callable[[], object] | None = None
+        self.address = 0
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc().mmap(None, num_bytes, protection, mmap.MAP_SHARED, fd, 0)
+        if address is None or address == _MAP_FAILED:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        self.address = address
+
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if is_finalizing():  # the process ends, and the device's driver may have ended
+            return
+        if self.unpin is not None:
+            self.unpin()
+        if self.address:
+            self._munmap(self.address, self._num_bytes)
+
+    def as_tensor(self) -> torch.Tensor:
+        """Return the tensor of its bytes, which keeps the mapping alive."""
+        buffer = bytes_type(self._num_bytes).from_address(self.address)
+        buffer._mapping = self
+        with torch.inference_mode(False):  # the slot outlives the mode of the call that happens to make it
+            return torch.frombuffer(buffer, dtype=torch.uint8)
 
 
 def advise(address: int, num_bytes: int, advice: int) -> int:

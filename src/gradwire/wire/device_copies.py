@@ -26,7 +26,6 @@ import functools
 import os
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -417,15 +416,15 @@ def allocate_pinned(num_bytes: int) -> torch.Tensor | None:
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
 
-def pin(mapping: Any, address: int, num_bytes: int) -> None:
-    """Register memory with the accelerator, if it supports that, until `mapping` is garbage collected."""
+def pin(address: int, num_bytes: int) -> Callable[[], object] | None:
+    """Register memory with the accelerator, if it supports that, and return what undoes it, for before it is unmapped."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     cudart: Callable[[], Any] | None = (
         getattr(torch.get_device_module(accelerator), "cudart", None) if accelerator else None
     )
     if cudart is None:
-        return
+        return None
     runtime = cudart()
-    if int(runtime.cudaHostRegister(address, num_bytes, 0)) == 0:
-        # The newest callback of an object is called first: before the memory is unmapped.
-        weakref.finalize(mapping, runtime.cudaHostUnregister, address).atexit = False
+    if int(runtime.cudaHostRegister(address, num_bytes, 0)) != 0:
+        return None
+    return functools.partial(runtime.cudaHostUnregister, address)
