@@ -352,24 +352,24 @@ class Agent:
         try:
             if graceful and not self.is_closed:
                 deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
-                self._wait_for_others_to_leave(deadline)
+                others = self._agree_to_leave(deadline)
                 for say_farewell in self.farewells:
                     say_farewell(deadline)
+                self.gathering.see_off(others, deadline)
         finally:
             self.close()
 
-    def _wait_for_others_to_leave(self, deadline: float) -> None:
+    def _agree_to_leave(self, deadline: float) -> set[tuple[str, int]]:
         names: list[str] | None = None
         while True:
             try:
-                self.gathering.agree_to_leave(deadline, names)
-                return
+                return self.gathering.agree_to_leave(deadline, names)
             except WorkerLost as lost:
                 known = names or [info.name for info in self.directory.infos()]
                 names = [name for name in known if name != lost.worker]
                 _log.warning("%s is shutting down without waiting for %s: %s", self.info.name, lost.worker, lost)
                 if names == known or self.info.name not in names:
-                    return
+                    return set()
 
     def close(self) -> None:
         """Stop at once: pending calls fail, and results of running functions are discarded. Idempotent."""

@@ -205,26 +205,33 @@ class Gathering:
                 return
             before = counts
 
-    def agree_to_leave(self, deadline: float, names: Sequence[str] | None = None) -> None:
+    def agree_to_leave(self, deadline: float, names: Sequence[str] | None = None) -> set[tuple[str, int]]:
         """Wait until every worker (or every named one) shuts down and has nothing left to do.
 
         A process that has left may start its next worker at once, which must not join this world. So there is one more
         round: each worker stops letting others in before it enters that round, and none leaves before all have entered it.
+
+        Returns:
+            On the collector the names and incarnations of the other workers, for `see_off`; elsewhere nothing.
         """
         self.wait_all_quiet(deadline, names)
         agent = self._agent
         if not agent.directory.is_fixed:
-            return
+            return set()
         agent.is_leaving = True
-        incarnations = self._connected()  # nobody has left; later incarnations belong to another world
+        incarnations = self._connected()  # no worker has left yet; later incarnations belong to another world
         group = self.all_gather(None, names, deadline)
-        if self._collector(list(group)) == agent.info.name:
-            self._see_off({(name, incarnation) for name, incarnation in incarnations if name in group})
+        if self._collector(list(group)) != agent.info.name:
+            return set()
+        return {(name, incarnation) for name, incarnation in incarnations if name in group}
 
-    def _see_off(self, others: set[tuple[str, int]]) -> None:
-        """Wait until the other workers have left, so that the collector's answers reach all of them."""
-        deadline = time.monotonic() + _SEE_OFF_S
-        while not others.isdisjoint(self._connected()) and time.monotonic() < deadline:
+    def see_off(self, others: set[tuple[str, int]], deadline: float) -> None:
+        """Wait a moment until the other workers have left, so that the collector's answers reach all of them.
+
+        The collector waits last: the others do not leave before it has deleted its references to their values.
+        """
+        limit = min(deadline, time.monotonic() + _SEE_OFF_S)
+        while not others.isdisjoint(self._connected()) and time.monotonic() < limit:
             _interrupts.sleep(0.002)
 
     def _connected(self) -> set[tuple[str, int]]:
