@@ -83,5 +83,10 @@ def test_neither_pickles_nor_evaluates_outside_the_wire() -> None:
 
 
 def test_no_finalizers_of_weakref() -> None:
-    """At the end of a program Python goes through all of them without a lock, and fails if a thread adds or removes one."""
-    assert [name for name, text in TEXTS.items() if _calls(text, "finalize") and "weakref" in text] == []
+    """At the end of a program Python goes through all of them without a lock, and fails if a thread adds or removes one.
+
+    Temporary directories have one, too; the tools for tests end before the program does.
+    """
+    pattern = re.compile(r"\bweakref\.finalize\(|\bfrom weakref import .*\bfinalize\b|\bTemporaryDirectory\(")
+    found = {name for name, text in TEXTS.items() if pattern.search(text)}
+    assert found <= {"testing/clusters.py"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 import time
 from pathlib import Path
@@ -76,7 +77,8 @@ class OperatorProfile:
             ConfigurationError: There are too many to read.
         """
         self.close()
-        with tempfile.TemporaryDirectory(prefix="gradwire-profile-") as folder:
+        folder = tempfile.mkdtemp(prefix="gradwire-profile-")
+        try:
             path = Path(folder, "profile.json")
             self._profile.export_chrome_trace(str(path))
             num_bytes = path.stat().st_size
@@ -86,6 +88,8 @@ class OperatorProfile:
                     f"{_MAX_FILE_BYTES:,} can be read; record a shorter time"
                 )
             found = msgspec.json.decode(path.read_bytes(), type=_File)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
         to_monotonic_ns = found.baseTimeNanoseconds + time.monotonic_ns() - time.time_ns()
         events = [
             _event_of(entry, worker, to_monotonic_ns)
