@@ -1,7 +1,7 @@
 """Settings and their defaults, each defined, documented and checked in one place.
 
-`WorkerConfig` holds the settings of a worker. `gradwire.rpc.RpcOptions` and `Cluster.local` take the same settings under
-names familiar from PyTorch, and build one.
+`WorkerConfig` holds the settings of a worker. `gradwire.rpc.RpcOptions` takes them under names familiar from PyTorch, a
+`Cluster` takes some of them; both build one.
 """
 
 from __future__ import annotations
@@ -66,6 +66,9 @@ class Limits:
         error_text_bytes: Size of an error's text including its traceback; longer texts are shortened in the middle.
         autograd_bytes: Estimated memory that one worker may make another hold for its autograd contexts, the messages
             recorded in them and their backward passes.
+
+    Raises:
+        ConfigurationError: A limit is not a positive number.
     """
 
     frame_bytes: int = 1 * GIB
@@ -130,6 +133,9 @@ class WorkerConfig:
         device_maps: Device maps by worker name: ``{"worker1": {"cuda:0": "cuda:1"}}`` sends tensors from ``cuda:0`` here to
             ``cuda:1`` of worker1. Without a map for a worker, tensors arrive there on the device of the same name.
         devices: Devices that maps may name; any if empty.
+
+    Raises:
+        ConfigurationError: A setting is wrong; the message names it.
     """
 
     num_worker_threads: int = 16

@@ -25,8 +25,8 @@ GradwireError
     DuplicateWorker (ConfigurationError)  two workers have the same name or rank
     InvalidName (ConfigurationError)     not a valid worker name
     NotInitialized                       init_rpc was not called in this process
-    RendezvousFailed                     not every rank arrived
-    WorkerStartFailed                    a worker process exited before it was ready
+    RendezvousFailed                     the ranks could not meet
+    WorkerStartFailed                    a worker could not be started, or was not ready in time
   RRefError (RuntimeError)               a reference cannot be used this way
     NotTheOwner                          only the worker that owns the value can do this
     OwnerLost (WorkerLost)               the worker that owned the value is lost, and so is the value
@@ -40,7 +40,7 @@ GradwireError
     OptimizerStepFailed                  some workers did not step; lists those that did
   CheckpointError (RuntimeError)         a checkpoint was not saved or not loaded
     CannotSave (TypeError)               a value cannot be stored; the message says where it is
-    CheckpointBusy                       another process is saving to that directory
+    CheckpointBusy                       another process is using that directory
     CheckpointWriteFailed                a worker could not write its part
     CheckpointMissing (FileNotFoundError)  there is no checkpoint, or one of its files is missing
     CheckpointDamaged                    a file is corrupt
@@ -136,12 +136,12 @@ class RpcError(GradwireError, RuntimeError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """The deadline of a call passed.
+    """The deadline passed, of a call or of another operation that waits for workers.
 
     Attributes:
-        worker: Name of the worker that was called.
+        worker: Name of the worker that was waited for; several are separated by commas. Empty if it is not known.
         phase: How far the call had got when time ran out: ``connect``, ``send``, ``held`` (the worker does not serve
-            calls yet), ``queue``, ``run``, ``reply`` or ``unknown`` (the worker did not respond when asked).
+            calls yet), ``queue``, ``run``, ``reply`` or ``unknown`` (the worker did not report it).
     """
 
     def __init__(self, message: str, worker: str = "", phase: str = "unknown") -> None:
@@ -213,7 +213,7 @@ class NotExposed(RpcError, PermissionError):
 
 
 class AlreadyInitialized(RpcError, ConfigurationError):
-    """This process is already a worker; call `gradwire.rpc.shutdown` first."""
+    """This process is already a worker: call `gradwire.rpc.shutdown` first, unless a cluster started it."""
 
 
 class DuplicateWorker(RpcError, ConfigurationError):
@@ -229,11 +229,11 @@ class NotInitialized(RpcError):
 
 
 class RendezvousFailed(RpcError):
-    """Not every rank arrived before the deadline; the message lists the missing ranks and where they were expected."""
+    """The ranks could not meet: the message lists those that did not arrive in time, or says why they cannot meet."""
 
 
 class WorkerStartFailed(RpcError):
-    """A worker process exited before it was ready; the message includes its output."""
+    """A worker could not be started, or was not ready in time; the message says why, with its output if there is any."""
 
 
 class RRefError(GradwireError, RuntimeError):
@@ -346,7 +346,7 @@ class CannotSave(CheckpointError, TypeError):
 
 
 class CheckpointBusy(CheckpointError):
-    """Another process is saving to that directory; the message names it."""
+    """Another process is using that directory: it saves to it, or removes old files."""
 
 
 class CheckpointWriteFailed(CheckpointError):

@@ -173,7 +173,7 @@ class Layout:
             box.x = self.lanes[box.lane].middle
 
     def _room_for(self, line: Line) -> float:
-        """How far apart the middles of two lanes must be for the label between them."""
+        """Return how far apart the middles of two lanes must be for the label between them."""
         ends = abs(line.start) + abs(line.end) + 2 * ROOM
         if line.gutter is not None and abs(line.target.lane - line.source.lane) == 1:
             ends += self.lanes[line.source.lane].half + (line.gutter + 1) * GUTTER
@@ -225,7 +225,7 @@ class Layout:
         return lane.middle + line.side * (lane.half + (line.gutter + 1) * GUTTER)
 
     def _run_x(self, line: Line) -> float:
-        """Where a line runs down."""
+        """Return where a line runs down."""
         return line.source.x + line.start if line.gutter is None else self._gutter_x(line)
 
     def _label_x(self, line: Line, start: float, end: float) -> float:

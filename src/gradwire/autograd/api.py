@@ -223,6 +223,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """Return the gradients that a context has accumulated on this worker, by leaf tensor.
 
     Raises:
+        NotInitialized: This process is not a worker.
         UnknownContext: The context was released, or this worker does not take part in it.
         RpcTimeout: A pass has finished here, and the worker that started it did not report whether it was committed.
     """
@@ -237,6 +238,7 @@ def explain(context_id: int) -> Explanation:
     May be called from another thread while a backward pass is running.
 
     Raises:
+        NotInitialized: This process is not a worker.
         UnknownContext: The context was released, or this worker does not take part in it.
     """
     engine = current_engine()

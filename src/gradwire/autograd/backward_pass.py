@@ -84,7 +84,7 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
         raise AutogradError("No tensors provided for gradient computation.")
     given = (gradients,) if isinstance(gradients, torch.Tensor) else tuple(gradients or (None,) * len(tensors))
     if len(given) != len(tensors):
-        raise AutogradError(f"{len(given)} gradients were given for {len(tensors)} roots")
+        raise AutogradError(f"the number of gradients ({len(given)}) is not the number of roots ({len(tensors)})")
     found = []
     for number, tensor in enumerate(tensors):
         gradient = given[number]
@@ -112,7 +112,7 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
         found.append(gradient)
     wanted = None if inputs is None else (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
     if wanted is not None and not all(isinstance(item, torch.Tensor) and item.requires_grad for item in wanted):
-        raise AutogradError("inputs must be tensors that require grad, on the worker that calls backward")
+        raise AutogradError("inputs must be tensors on this worker that require grad")
     return Roots(tensors, tuple(found), wanted, joins_context)
 
 

@@ -218,7 +218,7 @@ class ContextObserver(Protocol):
 
 
 class DistAutogradContext:
-    """What one worker keeps for one context.
+    """One worker's part of an autograd context.
 
     Attributes:
         gradients: Sums of committed passes, by leaf tensor. Replaced, never changed.

@@ -43,7 +43,7 @@ _QUICK_S = 0.1  # for the workers that are asked last
 
 
 class Explanation(msgspec.Struct, frozen=True):
-    """Which worker waits for which in a context. ``str()`` returns text for people, `as_json` data for programs.
+    """A report of which worker waits for which in a context. ``str()`` returns text for people, `as_json` data for programs.
 
     Attributes:
         context_id: The context.

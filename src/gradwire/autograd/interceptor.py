@@ -173,7 +173,7 @@ def _device_types() -> tuple[str, ...]:
 
 
 def _can_autocast(device: str) -> bool:
-    """Whether this process has that type of device; if not, nothing runs on it here."""
+    """Return whether this process has that type of device; if not, nothing runs on it here."""
     if device == "cpu":
         return True
     backend = getattr(torch, device, None)

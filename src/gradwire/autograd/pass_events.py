@@ -1,4 +1,4 @@
-"""What is told of a backward pass on one worker while it is observed (`gradwire.observe`).
+"""Events of a backward pass on one worker, while it is observed (`gradwire.observe`).
 
 root         backward [ join  local_engine  gradients -->  wait [ --> gradients [ local_engine ] ]  commit ]
 participant                                 --> gradients [ join  local_engine [ gradients --> ] ]  commit

@@ -87,7 +87,7 @@ class StallDetector:
             self._unchanged_since = _NEVER
             _log.warning(
                 "the backward pass has made no progress for %.0f s: %s. "
-                "gradwire.autograd.explain(%d) or `gradwire top` shows more",
+                "gradwire.autograd.explain(%d) shows more, and so does `gradwire top` for a Cluster",
                 LONG_WAIT_S,
                 clean(waiting_text(self._snapshots)),
                 self._pass.context.context_id,
@@ -101,8 +101,7 @@ class StallDetector:
             return BackwardFailed(text, worker, "waiting for gradients")
         lines = tuple(str(send) for item in snapshots for send in item.waiting)
         text = (
-            f"no gradient will arrive for {'; '.join(lines)}: its result or argument does not contribute to the loss, "
-            f"which FAST "
-            f'mode does not support; use mode="smart", the default'
+            f"no gradient will arrive for {'; '.join(lines)}: a result or argument that does not contribute to the loss is "
+            'not supported in FAST mode; use mode="smart", the default'
         )
         return UnsettledSend(text, worker, "waiting for gradients", lines)

@@ -236,7 +236,7 @@ def dashboard(
     cluster: _Cluster = None,
     opens_browser: Annotated[bool, typer.Option("--open", help="Open the link in a browser.")] = False,
 ) -> None:
-    """Print a link to the live page of a running cluster: workers, graph, timeline, errors, references, stacks.
+    """Print a link to the dashboard of a running cluster: workers, graph, timeline, errors, references, stacks.
 
     The driver of the cluster serves the page, on this machine alone. Each link works once.
 

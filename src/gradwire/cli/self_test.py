@@ -22,7 +22,7 @@ def do_nothing() -> None:
 
 
 def hidden(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Half of a small model."""
+    """Compute the first half of a small model."""
     return torch.tanh(x @ weight)
 
 

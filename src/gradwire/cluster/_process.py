@@ -1,4 +1,4 @@
-"""What a process asks of the kernel about itself: to end with its parent, and a name that tools show."""
+"""Settings of the process itself in the kernel: that it ends with its parent, and the name that tools show."""
 
 from __future__ import annotations
 

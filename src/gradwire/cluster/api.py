@@ -526,7 +526,9 @@ class Cluster:
         """
         alive = [worker for worker in self.workers if worker.is_alive]
         if not alive:
-            raise WorkerLost("no worker of this cluster is alive; see Cluster.status() for how they exited")
+            raise WorkerLost(
+                "no worker of this cluster is alive: it was closed, or all of them were lost; Cluster.status() shows how"
+            )
         return MapRun(alive, function, items, timeout).run()
 
     def add_workers(
@@ -760,7 +762,7 @@ class Cluster:
             The dashboard, the same one while it is open; its `url` is a link that works once.
 
         Raises:
-            ConfigurationError: A package is missing, or the port cannot be used.
+            ConfigurationError: A package is missing, the port cannot be used, or it is open on another port.
             NotInitialized: The cluster is closed.
         """
         from gradwire.dashboard.web_server import Dashboard
@@ -773,7 +775,7 @@ class Cluster:
                 current = self._dashboard = Dashboard(self._agent, self.name or "cluster", self._dashboard_rows, port)
         if port not in (0, current.port):
             raise ConfigurationError(
-                f"the dashboard of this cluster is open already, on port {current.port}; close it first"
+                f"the dashboard of this cluster is already open on port {current.port}; pass that port, or close it first"
             )
         return current
 

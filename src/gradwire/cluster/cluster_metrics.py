@@ -142,6 +142,7 @@ class ClusterMetrics:
 
         Raises:
             ConfigurationError: A port is in use, or prometheus_client is not installed there; other workers may serve.
+            NotInitialized: The cluster is closed.
             WorkerLost: A worker was lost meanwhile.
             RpcTimeout: A worker did not start its server within 10 s.
         """

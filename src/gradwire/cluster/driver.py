@@ -105,7 +105,7 @@ def check_count(option: str, value: object, most: int) -> None:
 
 def check_names(names: Sequence[object], num_workers: int) -> None:
     if isinstance(names, str) or len(names) != num_workers:
-        raise ConfigurationError(f"names must have one name for each of the {num_workers} workers, not {names!r}")
+        raise ConfigurationError(f"names must be a list of {num_workers} names, one for each worker, not {names!r}")
     for name in names:
         if not isinstance(name, str) or not _NAME.fullmatch(name) or len(name) > _MAX_NAME_CHARS:
             raise ConfigurationError(
@@ -136,7 +136,7 @@ def check_no_other() -> None:
 
 
 def _imports_the_script() -> bool:
-    """Whether this runs because the program's own script is imported: by itself, or where multiprocessing spawns."""
+    """Return whether this runs because the program's own script is imported: by itself, or where multiprocessing spawns."""
     importing = find_import()
     if importing is None:
         return False

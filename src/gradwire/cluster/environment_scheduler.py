@@ -53,7 +53,7 @@ _LOOK_S = 0.1
 _FAIL_S = 2.0
 _TELL_S = 1.0
 _TELL_WHY_S = 3.0  # for ranks that wait
-_LONGER_S = 10.0  # how much longer than the driver the others wait: it says who is missing
+_LONGER_S = 10.0  # how much longer than the driver the others wait: its error names the missing ranks
 _MAX_TEXT_BYTES = 4096
 _REFUSED = "refused"
 _Text = Annotated[str, Meta(max_length=_MAX_TEXT_BYTES)]
@@ -366,7 +366,7 @@ def serve_rank(
     if lost_reason is None:
         raise SystemExit(0)
     _interrupts.sleep(_FAIL_S)  # a launcher reports what fails first, and that should be the driver
-    failed = RendezvousFailed(f"{who} is exiting because its driver was lost: {lost_reason}")
+    failed = RendezvousFailed(f"{who} is exiting: {lost_reason}")
     record_error(failed)
     print(f"gradwire: {failed}", file=sys.stderr, flush=True)
     raise SystemExit(1)

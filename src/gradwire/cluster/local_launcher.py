@@ -290,7 +290,7 @@ class LocalLauncher(Launcher):
 
 
 def _are_settled(workers: Sequence[LocalWorker]) -> bool:
-    """Whether there is nothing to wait for: all are ready, or one has failed."""
+    """Return whether there is nothing to wait for: all are ready, or one has failed."""
     return all(map(_is_ready, workers)) or any(worker.handle.state.is_over for worker in workers)
 
 

@@ -86,9 +86,10 @@ class MapRun(Generic[T]):
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
             waiting = sorted({worker.name for worker, _ in self._open.values()})
+            where = f" on {', '.join(waiting)}" if waiting else ""
             raise RpcTimeout(
-                f"map timed out after {self._timeout_s:g} s; {len(self._results)} items are done and {len(self._open)} "
-                f"are open on {', '.join(waiting)}"
+                f"map timed out after {self._timeout_s:g} s (items done: {len(self._results)}, in progress: "
+                f"{len(self._open)}{where}); pass a larger timeout"
             )
         return left_s
 

@@ -315,7 +315,7 @@ class Monitor:
         return self._is_stopped or self._is_hopeless(wanted) or self._supervision.num_in(Phase.SERVING) >= wanted
 
     def _is_hopeless(self, wanted: int) -> bool:
-        """Whether too many of the members are lost for good; more than there are may still be added."""
+        """Return whether too many of the members are lost for good; more than there are may still be added."""
         return len(self._members) - self._supervision.num_in(Phase.LOST) < wanted <= len(self._members)
 
     def _not_enough(self, found: list[Member], wanted: int, timeout_s: float | None) -> RpcError:
@@ -325,7 +325,11 @@ class Monitor:
                 f"; {name}: {self._supervision.lost_text(name) or 'it is not responding'}" for name in others
             )
         if timeout_s is None:
-            return WorkerLost(f"only {len(found)} of {wanted} workers can still become ready{text}", others[0])
+            advice = "start more with Cluster.add_workers(), or wait for fewer"
+            return WorkerLost(
+                f"only {len(found)} of {wanted} workers are ready, and too many others are lost for good{text}; {advice}",
+                others[0],
+            )
         return RpcTimeout(
             f"only {len(found)} of {wanted} workers were ready after {timeout_s:g} s{text}", ", ".join(others), "run"
         )

@@ -212,7 +212,7 @@ class RayProcess(RemoteProcess):
             ray.kill(self.actor, no_restart=True)
 
     def holds(self, other: RayProcess) -> bool:
-        """Whether both have the same bundle."""
+        """Return whether both have the same bundle."""
         return self.group == other.group and self.bundle_index == other.bundle_index
 
     def on_service_ended(self) -> bool:
@@ -380,9 +380,11 @@ class RayScheduler(Scheduler):
                 **sizes,
             )
         except (ConnectionError, RuntimeError, RayError, ValueError, OSError) as error:
-            verb = "start Ray on this machine" if target == _STARTS_RAY else f"join the Ray cluster at {target}"
+            if target == _STARTS_RAY:
+                raise WorkerStartFailed(f"cannot start Ray on this machine: {error}") from error
             raise WorkerStartFailed(
-                f"cannot {verb}: {error}\nThe driver must run on a node of the cluster, as with `ray job submit`."
+                f"cannot join the Ray cluster at {target}: {error}\n"
+                "The driver must run on a node of the cluster, as with `ray job submit`."
             ) from error
 
     def _check_authentication(self, required: Sequence[bool]) -> None:

@@ -326,7 +326,7 @@ class RemoteLauncher(Launcher):
     def _connect(self, member: _Member, deadline: float) -> None:
         try:
             self._agent.peers.peer(member.spec.info.name).lane("control", deadline)
-        except AuthenticationFailed as error:  # it was reached, and says itself what to do
+        except AuthenticationFailed as error:  # it was reached, and the error already says what to do
             raise WorkerStartFailed(f"{member} cannot join: {error}") from error
         except (GradwireError, OSError) as error:
             raise WorkerStartFailed(

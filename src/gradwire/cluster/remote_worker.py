@@ -120,7 +120,7 @@ class RemoteWorker:
                 return enrolment.encode(answer)
             except (Exception, SystemExit) as error:  # an import may do anything
                 text = "".join(traceback.format_exception(error))
-                if isinstance(error, GradwireError):  # it says all there is to say
+                if isinstance(error, GradwireError):  # its message is complete without a traceback
                     text = f"{error}\n"
                 printed = self._capture.kept() if self._capture is not None else ""
                 self._give_up()

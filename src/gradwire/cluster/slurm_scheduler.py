@@ -285,7 +285,7 @@ class _Job:
                 raise WorkerStartFailed(f"task {number} exited before it became a worker. {self.state_text(number)}")
 
     def has_result(self, number: int) -> bool:
-        """Whether submitit has recorded how a task ended."""
+        """Return whether submitit has recorded how a task ended."""
         return bool(self._paths(number).result_pickle.exists())
 
     def state_text(self, number: int | None = None) -> str:
@@ -305,7 +305,10 @@ class _Job:
         for log in (paths.stderr, paths.stdout):
             if text := _tail(log):
                 return f"Job {self.id} is {state}; the end of {log}:\n{text}"
-        return f"Job {self.id} is {state}, with nothing in {paths.stderr}: the folder must be on a shared file system."
+        return (
+            f"Job {self.id} is {state}, and {paths.stderr} is missing or empty. If the job has run, check that this folder "
+            "is on a file system that all machines share."
+        )
 
     def describe(self) -> str:
         tasks = f"{len(self.numbers)} task{'s' if len(self.numbers) > 1 else ''}"
@@ -317,7 +320,7 @@ class _Job:
         return f"Slurm job {self.id}, {tasks}, from {script}"
 
     def has_ended(self) -> bool:
-        """Whether all tasks have ended, as far as that is known without querying Slurm."""
+        """Return whether all tasks have ended, as far as that is known without querying Slurm."""
         if self._process is not None:
             return self._process.poll() is not None
         return all(self.has_result(number) for number in self.numbers)
@@ -385,7 +388,7 @@ def run_task(folder: str, first: int, start_timeout_s: float) -> None:
     exchange.serve(worker.handle, lambda: worker.has_driver, time.monotonic() + start_timeout_s)
     lost_reason = worker.serve()
     if lost_reason is not None:
-        raise WorkerLost(f"the driver was lost: {lost_reason}")
+        raise WorkerLost(f"this task is exiting: {lost_reason}")
     with contextlib.suppress(RendezvousFailed):  # the driver has ended already
         store.set(_left_key(number), b"")
 

@@ -222,7 +222,7 @@ class DriverExchange:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         return (
             f"{self._noun}{'s' if len(missing) > 1 else ''} {names}{more} never arrived at {self._post.store.where}: the "
-            f"driver waited for {num_wanted}"
+            f"driver expected {num_wanted} {self._noun}{'s' if num_wanted > 1 else ''}"
         )
 
 
@@ -365,12 +365,15 @@ class WorkerExchange:
             return f"the driver aborted the start: {self._old_reason}"
         if self._is_taken:
             return (
-                f"another process with number {self._process} has arrived at {self._post.store.where}: start each "
-                "number once"
+                f"another process with the same rank or task number ({self._process}) has arrived at "
+                f"{self._post.store.where}: start each only once"
             )
         if not self._round:
-            return f"the driver never arrived at {self._post.store.where}"
-        return f"the driver did not make this process a worker in time (at {self._post.store.where})"
+            return (
+                f"the driver never arrived at {self._post.store.where}; start it, or check that all processes use the same "
+                "address or folder"
+            )
+        return f"the driver did not make this process a worker in time (at {self._post.store.where}); its output may say why"
 
 
 def _pid_space() -> int:

@@ -241,7 +241,7 @@ class Trace:
             for _ in range(_NUM_SAMPLES):
                 samples.append(self._ask_clock(name))
         if not samples:
-            raise TimeoutError("it did not answer when it was asked for its clock")
+            raise TimeoutError("it did not answer when asked for its clock")
         is_same = self._agent.directory.find(name).host == self._agent.address.host
         return estimate_offset(samples, is_same_machine=is_same)
 
@@ -302,9 +302,7 @@ class Trace:
             if item.problem is not None:
                 _log.warning("the trace lacks events of worker %s: %s", item.name, item.problem)
             if item.num_dropped:
-                text = (
-                    "the trace dropped the first %d events of worker %s: more than max_events; pass a larger max_events"
-                )
+                text = "the trace lacks the first %d events of worker %s, because of max_events; pass a larger one"
                 _log.warning(text, item.num_dropped, item.name)
 
     def _wait_for_joining(self) -> None:
@@ -348,7 +346,7 @@ class Trace:
         max_pieces = 2 * self._max_events // PIECE_EVENTS + 2  # events and operators, each with a last piece
         if found.num_pieces > max_pieces:
             self._note_problem(
-                name, f"it has {found.num_pieces} pieces of events; {max_pieces} are the most it may have"
+                name, f"it reported {found.num_pieces} pieces of events, but at most {max_pieces} are accepted"
             )
             return None
         events: list[Event] = []

@@ -1,4 +1,4 @@
-"""What a worker does for a trace of its cluster: it records, and hands over what it recorded in pieces.
+"""A worker's part of a trace of its cluster: it records, and hands over what it recorded in pieces.
 
     driver  -- trace.clock() ---------------------> worker     its clock, several times
             -- trace.start(number, ...) ---------->            begins to record

@@ -1,4 +1,4 @@
-"""What each worker reports about itself for `Cluster.status`: memory, bytes, and the calls and passes in progress.
+"""The usage that each worker reports for `Cluster.status`: memory, bytes, and the calls and passes in progress.
 
 driver -- cluster.usage() --> worker        on the control lane: a worker whose threads are all busy answers
 """

@@ -125,6 +125,7 @@ class Worker:
             **kwargs: Its keyword arguments.
 
         Raises:
+            NotInitialized: The cluster is closed.
             CannotSend: An argument cannot be sent.
             RpcTimeout: The module was not created within the cluster's `rpc_timeout`.
             WorkerLost: The worker died.

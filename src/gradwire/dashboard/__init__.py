@@ -1,4 +1,4 @@
-"""The live page of a cluster, and what workers tell it.
+"""The dashboard of a cluster, and what workers tell it.
 
 Nothing here is imported before a page is opened, `worker_report` aside, which every worker of a cluster serves.
 """

@@ -216,7 +216,7 @@ def _events_of(worker: str, report: WorkerReport) -> list[Event]:
     try:
         return decode_events(report.events, worker) if report.events else []
     except ValueError:
-        _log.warning("the page ignores the events of %s, which are not valid", worker)
+        _log.warning("the dashboard ignores invalid events from worker %s", worker)
         return []
 
 

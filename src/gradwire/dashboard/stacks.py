@@ -93,5 +93,8 @@ def _find_spy() -> str | None:
 
 
 def explain_failure(worker: str, error: GradwireError) -> str:
-    """Return what the page says where there are no stacks."""
-    return f"{worker} did not send its stacks ({error}), and py-spy could not look into its process. Is it stopped?"
+    """Return what the dashboard shows where there are no stacks."""
+    return (
+        f"{worker} did not send its stacks ({error}), and py-spy could not read them from here: it is not installed, not "
+        "permitted, or the worker is on another machine. Run `py-spy dump --pid <pid>` there"
+    )

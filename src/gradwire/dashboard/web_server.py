@@ -87,7 +87,7 @@ _log = get_logger(__name__)
 
 
 class Dashboard:
-    """The live page of a cluster; `gradwire.Cluster.dashboard` opens it.
+    """The dashboard of a cluster; `gradwire.Cluster.dashboard` opens it.
 
     As a context manager it closes itself at the end. Notebooks show a link.
     """
@@ -178,7 +178,7 @@ class Dashboard:
         try:
             asyncio.run(self._serve())
         except Exception:
-            _log.exception("the page of %s has ended", self._name)
+            _log.exception("the dashboard of %s stopped unexpectedly", self._name)
         finally:
             self._pages.close()
 
@@ -311,7 +311,7 @@ class _Pages:
             await self._collect()
         except Exception as error:
             if type(error) not in self._failures and not self._is_stopped:
-                _log.exception("the page could not be updated; this is logged once for each kind of error")
+                _log.exception("the dashboard could not be updated; this is logged once for each kind of error")
             self._failures.add(type(error))
 
     async def _collect(self) -> State:
@@ -339,14 +339,14 @@ class _Pages:
     async def _static(self, request: Request) -> Response:
         name = request.path_params["name"]
         if name not in self._files:
-            return _problem(404, "the page has no such part")
+            return _problem(404, "no such file")
         return Response(self._files[name], media_type=_MEDIA_TYPES[Path(name).suffix])
 
     async def _get_state(self, request: Request) -> Response:
         try:
             state = await self._collect()
         except (GradwireError, RuntimeError) as error:
-            return _problem(503, f"the workers could not be asked: {error}")
+            return _problem(503, f"cannot query the workers: {error}")
         step = self._collector.choose(_chosen(request))
         return Response(msgspec.json.encode({**state.parts, "step": step}), media_type="application/json")
 
@@ -428,7 +428,7 @@ class Guard:
         if len(hosts) != 1 or not is_loopback_host(headers.get("host", "")):
             return _refusal(421, "This page is only available on this machine: open it as 127.0.0.1 or localhost.")
         if scope["method"] not in ("GET", "HEAD"):
-            return _refusal(405, "This page can only be read.")
+            return _refusal(405, "This page is read-only.")
         if scope["path"] == "/" and _token_of(scope) is not None:
             return None
         if not self._has_session(headers.get("cookie", "")):
@@ -438,7 +438,7 @@ class Guard:
                 "in your program; each link works once.",
             )
         if scope["path"] != "/" and not is_same_site(headers.get("sec-fetch-site")):
-            return _refusal(403, "Other sites may not ask for this.")
+            return _refusal(403, "Requests from other sites are refused.")
         return None
 
     def _redeem(self, scope: Scope) -> Response | None:
@@ -446,7 +446,7 @@ class Guard:
         if scope["path"] != "/" or token is None:
             return None
         if scope["method"] != "GET":
-            return _refusal(405, "A token is used up by opening its link.")
+            return _refusal(405, "Open the link with a GET request; it works once.")
         session = self._access.redeem(token)
         if session is None:
             if self._has_session(_headers_of(scope).get("cookie", "")):
@@ -454,7 +454,7 @@ class Guard:
             return _refusal(
                 403,
                 "This link has already been used, or belongs to another cluster. Run `gradwire dashboard`, or print "
-                "cluster.dashboard().url in your program for another.",
+                "cluster.dashboard().url in your program to get a new link.",
             )
         answer = RedirectResponse("/", 303)
         # Lax: with Strict, a browser that comes from a notebook would not send it right after this answer.

@@ -1,4 +1,4 @@
-"""What one worker tells the page: the answers to ``~dashboard.report`` and ``~dashboard.stacks``, and how they are made.
+"""A worker's report to the dashboard: the answers to ``~dashboard.report`` and ``~dashboard.stacks``, and how they are made.
 
 A worker observes only while it is asked: every report lets it observe for a few more seconds. Lists and texts have bounds.
 """

@@ -83,6 +83,8 @@ class RemoteModule(nn.Module):
         ConfigurationError: `remote_device` or `concurrency` is not valid.
         RuntimeError: The device does not exist in torch.
         NotInitialized: This process is not a worker.
+        CannotSend, LimitExceeded: `module_cls` or an argument cannot be sent.
+        RpcTimeout: The module was not created within the default timeout of calls.
         UnknownWorker, WorkerLost: There is no such worker, or it cannot be reached.
         Exception: The exception that `module_cls` raised on the owner.
     """
@@ -365,6 +367,11 @@ class RemoteModule(nn.Module):
             kind: ``"forward_pre"``, ``"forward"``, ``"full_backward_pre"`` or ``"full_backward"``.
             hook: A hook as for `nn.Module`, which is sent to the owner. With ``trust="data"``, an exposed one or its name.
             **options: Options of `nn.Module`'s method, for example ``prepend=True``.
+
+        Raises:
+            ConfigurationError: `kind` is not one of these, or with ``trust="data"`` the hook is not exposed.
+            LimitExceeded: The module has too many hooks of that kind.
+            OwnerLost: The owner is lost.
         """
         return OwnerHook(self._ask("hook", kind, _sendable(hook), options))
 

@@ -124,7 +124,7 @@ class GradScaler:
         Raises:
             ConfigurationError, UnknownContext: As for `DistributedOptimizer.step`.
             OptimizerStepFailed: Some owners did not step. Call it again to repeat the step for these.
-            OptimizerError: It was already called for these contexts since the last `update`.
+            OptimizerError: It was already called for these contexts since the last `update`, or an owner did not answer.
         """
         if not self._enabled:
             optimizer.step(context_id)
@@ -152,7 +152,7 @@ class GradScaler:
             new_scale: The new scale; by default it depends on whether gradients were finite.
 
         Raises:
-            OptimizerError: There was no step since the last `update`.
+            OptimizerError: Neither `step` nor `unscale_` was called since the last `update`.
         """
         if not self._enabled:
             return
@@ -163,7 +163,7 @@ class GradScaler:
             self._scale = float(new_scale)
             return
         if not found:
-            raise OptimizerError("No inf checks were recorded prior to update.")
+            raise OptimizerError("No inf checks were recorded prior to update. Call step() or unscale_() first")
         if not all(found):
             self._scale, self._num_good = self._scale * self._backoff_factor, 0
             return

@@ -28,7 +28,6 @@ from gradwire.rpc.futures import CallFuture
 from gradwire.rpc.meeting_point import open_meeting_point
 from gradwire.rpc.meeting_store import MeetingPointLost
 from gradwire.rpc.options import (
-    DEFAULT_RPC_TIMEOUT_SEC,
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
     RpcBackendOptions,
@@ -231,7 +230,7 @@ def _meet(
             try:
                 if agent is not None:
                     set_current_agent(None)
-                    agent.close()  # now: nobody may still join this worker
+                    agent.close()  # now, so that no other worker can still join this one
                 if has_failed:
                     directory.withdraw()
             finally:
@@ -239,14 +238,13 @@ def _meet(
 
 
 def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
+    """Return these options, which may be of one of torch's own classes."""
     if options is None:
         return RpcOptions()
     if isinstance(options, RpcOptions):
         return options
-    timeout = getattr(options, "rpc_timeout", DEFAULT_RPC_TIMEOUT_SEC)
-    seconds = timeout.total_seconds() if hasattr(timeout, "total_seconds") else float(timeout)
-    more = {"num_worker_threads": options.num_worker_threads} if hasattr(options, "num_worker_threads") else {}
-    return RpcOptions(rpc_timeout=seconds, init_method=options.init_method, **more)
+    names = ("rpc_timeout", "init_method", "num_worker_threads", "device_maps", "devices")
+    return RpcOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
@@ -382,13 +380,18 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Return the name and rank of a worker; of this one if no name is given.
 
     Raises:
+        NotInitialized: This process is not a worker.
         UnknownWorker: No worker has that name.
     """
     return current_agent().worker_info(worker_name)
 
 
 def get_rpc_timeout() -> float:
-    """Return the default timeout of calls, in seconds."""
+    """Return the default timeout of calls, in seconds.
+
+    Raises:
+        NotInitialized: This process is not a worker.
+    """
     return current_agent().client.default_timeout_s
 
 
@@ -396,6 +399,9 @@ def enable_gil_profiling(flag: bool) -> None:
     """Enable or disable measuring how long this worker's threads wait for the GIL.
 
     `_get_debug_info` then reports the mean as ``gil_average_wait_time_us``.
+
+    Raises:
+        NotInitialized: This process is not a worker.
     """
     reactor = current_agent().reactor
     reactor.gil_meter = GilMeter() if flag else None

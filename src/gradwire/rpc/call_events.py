@@ -1,4 +1,4 @@
-r"""What is told of calls while they are observed, at both ends (`gradwire.observe`).
+r"""Events of calls while they are observed, at both ends (`gradwire.observe`).
 
     caller   call       serialize  wire ----------------------------------------------> deserialize
     callee                             \--> queue  deserialize  run  serialize  wire --/

@@ -440,7 +440,10 @@ class Client:
                 return  # the others began later
             if not call.is_reported:
                 call.is_reported, self._next_report = True, now + _REPORT_INTERVAL_S
-                text = "%s: the call to %s on worker %s has not been answered for %.0f s; `gradwire top` shows what it does"
+                text = (
+                    "%s: the call to %s on worker %s has not been answered for %.0f s; for a Cluster, `gradwire top` "
+                    "shows what it is doing"
+                )
                 args = (self._agent.info.name, call.function, call.worker, now - call.started)
                 self._agent.reactor.run_soon(partial(_log.info, text, *args))
 

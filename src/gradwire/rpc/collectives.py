@@ -156,7 +156,7 @@ class Gathering:
     def _on_worker_lost(self, name: str, reason: str) -> None:
         failed: list[InterruptibleFuture[Any]] = []
         with self._lock:
-            if self._agent.has_ended(name):  # who is back already counts: see `on_returned`
+            if self._agent.has_ended(name):  # not if it has reconnected: see `on_returned`
                 self._lost[name] = reason
             for gathering in [item for item in self._rounds if name in item.names]:
                 self._rounds.remove(gathering)
@@ -187,7 +187,10 @@ class Gathering:
                 wanted = min([wanted, *(deadline for deadline, _ in gathering.answers.values())])
         for answer, missing in late:
             names = ", ".join(missing)
-            text = f"these workers did not make the same call (barrier, _all_gather or shutdown) in time: {names}"
+            text = (
+                f"these workers did not make the same call (barrier, _all_gather or shutdown) in time: {names}; check that "
+                "all workers make these calls in the same order, or pass a larger timeout"
+            )
             error = RpcTimeout(text, names, "run")
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted

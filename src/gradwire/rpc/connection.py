@@ -530,7 +530,7 @@ class Connection:
             if self.peer is None:
                 _log.info("%s closed a connection: %s", name, goodbye)
         else:
-            ended = "connection closed unexpectedly (the process died or was killed)"
+            ended = "connection closed unexpectedly (the process died or was killed, or the network failed)"
             reason = "it has shut down" if goodbye else ended
             is_cut = False
             # A worker that dies loses both lanes; one that abandons a reply loses only the other.

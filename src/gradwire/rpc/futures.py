@@ -142,7 +142,11 @@ class InterruptibleFuture(torch.futures.Future, Generic[T]):  # type: ignore[typ
         """Cancel the operation that produces the result. Must not block."""
 
     def set_exception(self, result: Any) -> None:
-        """Complete the future with an error; each thread that waits for it raises its own copy."""
+        """Complete the future with an error; each thread that waits for it raises its own copy.
+
+        Raises:
+            TypeError: `result` is not an exception.
+        """
         if not isinstance(result, Exception):
             raise TypeError(f"set_exception() takes an exception, not {result!r}")
         make = copies_of(result)

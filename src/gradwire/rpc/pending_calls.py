@@ -33,7 +33,7 @@ PHASE_TEXT: Final = {
     "queue": "the call was waiting for a free worker thread there",
     "run": "the function was still running there",
     "reply": "the function had returned and its result was on the way",
-    "unknown": "it did not respond when asked about the call's progress (stopped, holding the GIL, or disconnected)",
+    "unknown": "it did not report the call's progress (stopped, holding the GIL, or disconnected)",
 }
 
 

@@ -5,10 +5,10 @@
 
 The store only carries addresses. Rank 0 is authoritative, so entries that an earlier run left in a file are harmless. A rank
 that restarts publishes its new incarnation and joins again; the others find it when the old one stops responding. If rank 0
-itself restarts, it asks the ranks that have already met. Once all ranks have agreed to shut down, none of them lets another
-worker in or speaks of the others: a process that meets again at once must find the next rank 0. A rank that cannot join
-(another trust level, a name or rank that is taken) leaves a note in the store, if the store admits it, and all waiting ranks
-fail at once. Without `world_size` there is no meeting: workers may join and leave, and are looked up by name.
+itself restarts, it asks the ranks that have already met. Once all ranks have agreed to shut down, none of them admits
+another worker or reports the others' addresses: a process that meets again at once must find the next rank 0. A rank that
+cannot join (another trust level, a name or rank that is taken) leaves a note in the store, if the store admits it, and all
+waiting ranks fail at once. Without `world_size` there is no meeting: workers may join and leave, and are looked up by name.
 """
 
 from __future__ import annotations
@@ -252,7 +252,7 @@ def _is_there(agent: Agent, address: WorkerAddress) -> bool:
 
 _ASK_S = 2.0
 _OBSTACLE_LOOK_S = 0.2
-_REFUSED_S = 1.0  # what refuses for so long is rank 0 itself, not what an earlier run has left
+_REFUSED_S = 1.0  # a refusal that lasts so long is from rank 0 itself, not from an earlier run
 _REFUSED_LOOK_S = 0.5  # rank 0 logs each attempt
 
 _Addresses = list[EncodedAddress]
@@ -477,7 +477,7 @@ class Meeting:
         except ConfigurationError:
             self._directory.is_hopeless = self._rank != 0  # rank 0 has told all
             raise
-        except GradwireError as error:  # what answered was not the rank 0 of this meeting
+        except GradwireError as error:  # the worker that answered is not rank 0 of this meeting
             self._problem = error
             return False
         try:
@@ -494,11 +494,17 @@ class Meeting:
     def _failure(self) -> RendezvousFailed:
         arrived = self._arrived | self._published()
         missing = [str(rank) for rank in range(self._world_size) if rank not in arrived]
-        who = f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)}" if missing else "a rank"
         last = f" (the last attempt to join rank 0 failed: {self._problem})" if self._problem is not None else ""
         if refusals := self._directory.refusals():
             last += f". The meeting point refused these connections: {refusals}"
+        if not missing:
+            return RendezvousFailed(
+                f"rank {self._rank} ({self._agent.info.name}) did not complete the rendezvous at {self._where} in time, "
+                f"although all {self._world_size} ranks arrived there. Check that every rank can connect to rank 0, or "
+                f"raise init_timeout{last}"
+            )
         return RendezvousFailed(
-            f"{who} never arrived at {self._where}: rank {self._rank} ({self._agent.info.name}) waited for "
-            f"world_size={self._world_size}. Start the missing ranks with the same init_method and world_size{last}"
+            f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} never arrived at {self._where}: rank {self._rank} "
+            f"({self._agent.info.name}) waited for world_size={self._world_size}. Start the missing ranks with the same "
+            f"init_method and world_size, or raise init_timeout{last}"
         )

@@ -331,7 +331,7 @@ class Server:
                 ", ".join([*busy[:_MOST_NAMED], *(["..."] if len(busy) > _MOST_NAMED else [])]) or "none has started"
             )
             reason = f"{len(busy)} {are} running (num_worker_threads={self.slots.limit}): {names}"
-            advice = "pass a larger num_worker_threads, or see `gradwire top`"
+            advice = "pass a larger num_worker_threads; for a Cluster, `gradwire top` shows the calls"
         else:
             reason, advice = "this worker does not serve calls yet", "it has to call gradwire.rpc.start_serving()"
         # The name of a function that travels by value is not known before its call is decoded.

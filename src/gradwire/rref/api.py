@@ -151,7 +151,8 @@ class RRef(Generic[T]):
                     name = state.owner.name
                     what = f"the value of reference {describe(state.rref_id)} was not created on worker {name}"
                     text = f"{what} within {seconds:.3g} s (phase: run)"
-                    raise RpcTimeout(f"RPC ran for more than set timeout: {text}. Pass a larger timeout", name, "run")
+                    advice = "Pass a larger timeout to to_here(), or raise rpc_timeout"
+                    raise RpcTimeout(f"RPC ran for more than set timeout: {text}. {advice}", name, "run")
         began_ns = time.monotonic_ns() if events.sink is not None else 0
         value = self._ask(FETCH, (), timeout)
         if began_ns:
@@ -190,6 +191,8 @@ class RRef(Generic[T]):
 
         Raises:
             RRefError: The value is not a tensor, or no context is given and another worker owns the value.
+            AutogradError: The value has more than one element, or does not require grad.
+            RuntimeError: The same, without a context.
             UnknownContext: The context was released.
             BackwardFailed: The pass failed.
             RpcTimeout: The owner did not finish within the default timeout of calls.

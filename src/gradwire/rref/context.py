@@ -128,7 +128,7 @@ class PeerKnowledge:
         self._agent = agent
 
     def may_make(self, worker: Worker, rref_id: int) -> bool:
-        """Whether a call of that worker that makes that value may be in flight: it has connected for that."""
+        """Return whether a call of that worker that makes that value may be in flight: it has connected for that."""
         return creator_of(rref_id) == worker[0] and self.was_connected(worker)
 
     def may_bring(self, worker: Worker) -> bool:

@@ -124,7 +124,7 @@ def _read(options: Options) -> tuple[Any, bool, TensorProperties]:
 def _size(size: Sequence[Any]) -> torch.Size:
     for item in _flat(size):
         if type(item) is not int:
-            raise TypeError(f"a size consists of integers, not {item!r}")
+            raise TypeError(f"a size must consist of integers, not {item!r}")
     return torch.Size(_flat(size))
 
 
@@ -320,6 +320,8 @@ def init_from_local_shards(
     Raises:
         ValueError: The shards of all ranks do not form a tensor of that size, or the ranks' sizes or properties differ. All
             ranks raise it, even if only the shards of one rank are wrong.
+        TypeError: A size is not an integer.
+        RuntimeError: There is no process group; or `init_rrefs` is set, and a rank is not an RPC worker.
     """
     backend = GroupBackend(process_group)
     is_stacked = None in _flat(global_size)

@@ -105,7 +105,7 @@ class WorkerBackend(Backend):
         (found,) = self.move(parts, layout, everywhere(size, self.participants), like, is_sum)
         assert isinstance(found, torch.Tensor)
         is_part = is_view(found) or any(found is part for part in parts)
-        return found.clone() if is_part else found  # what people do with it must not change the tensor
+        return found.clone() if is_part else found  # changes by the caller must not reach the tensor
 
     def divide(self, tensor: torch.Tensor, layout: Layout) -> list[Part]:
         outer = whole(tensor.size())

@@ -58,12 +58,32 @@ _COUNTERS = {
 }
 
 _HISTOGRAMS = {
-    "call_duration": ("gradwire_call_duration_seconds", "Calls, from their start to their result.", ("function",)),
-    "run_duration": ("gradwire_run_duration_seconds", "Functions that others called, on the worker.", ("function",)),
-    "queue_duration": ("gradwire_queue_duration_seconds", "Waits of calls for a free thread of the worker.", ()),
-    "backward_duration": ("gradwire_backward_duration_seconds", "Backward passes that began on the worker.", ("mode",)),
-    "optimizer_step_duration": ("gradwire_optimizer_step_duration_seconds", "Steps of optimizers.", ("optimizer",)),
-    "checkpoint_duration": ("gradwire_checkpoint_duration_seconds", "Parts of saves and loads.", ("operation",)),
+    "call_duration": ("gradwire_call_duration_seconds", "Duration of calls that the worker made.", ("function",)),
+    "run_duration": (
+        "gradwire_run_duration_seconds",
+        "Duration of functions that others called on the worker.",
+        ("function",),
+    ),
+    "queue_duration": (
+        "gradwire_queue_duration_seconds",
+        "Time that calls waited for a free thread of the worker.",
+        (),
+    ),
+    "backward_duration": (
+        "gradwire_backward_duration_seconds",
+        "Duration of backward passes that began on the worker.",
+        ("mode",),
+    ),
+    "optimizer_step_duration": (
+        "gradwire_optimizer_step_duration_seconds",
+        "Duration of optimizer steps.",
+        ("optimizer",),
+    ),
+    "checkpoint_duration": (
+        "gradwire_checkpoint_duration_seconds",
+        "Duration of the parts of saves and loads.",
+        ("operation",),
+    ),
 }
 
 
@@ -175,7 +195,7 @@ def _measured(found: list[tuple[str, WorkerNumbers]]) -> Iterator[Metric]:
         for key, (name, text, labels) in _HISTOGRAMS.items()
     }
     for worker, numbers in found:
-        for counter in _without_repeats(numbers.counters, _series):  # a worker may say anything
+        for counter in _without_repeats(numbers.counters, _series):  # what a worker reports is not trusted
             if counter.name in counters and len(counter.labels) == len(_COUNTERS[counter.name][2]):
                 counters[counter.name].add_metric([worker, *counter.labels], counter.value)
         for item in _without_repeats(numbers.histograms, _series):

@@ -349,7 +349,7 @@ def check_trace(cluster: Cluster) -> None:
 
 
 def check_reports(cluster: Cluster) -> None:
-    """Check that every worker tells the driver what the live page shows; its server need not be installed."""
+    """Check that every worker tells the driver what the dashboard shows; its server need not be installed."""
     names = [worker.name for worker in cluster.workers]
     for _ in range(2):  # the first lets the workers observe
         reports = cluster._agent.ask_all(names, REPORT, (), _REPORT_S, WorkerReport)

@@ -244,6 +244,14 @@ def test_torch_own_options_are_accepted(meeting: str) -> None:
         rpc.shutdown()
 
 
+def test_device_maps_in_torch_own_options_are_checked(meeting: str) -> None:
+    from torch.distributed import rpc as torch_rpc
+
+    options: Any = torch_rpc.TensorPipeRpcBackendOptions(init_method=meeting, device_maps={"b": {"cuda:0": "cuda:0"}})
+    with pytest.raises(ConfigurationError, match="b"):
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
+
+
 SAME_SCRIPT = """
 import subprocess, sys
 from gradwire import rpc

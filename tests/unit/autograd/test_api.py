@@ -171,7 +171,7 @@ def test_a_loss_from_a_call_outside_of_the_context_says_so(trio: list[Agent]) ->
 def test_gradients_must_fit_the_roots(trio: list[Agent]) -> None:
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
-        with pytest.raises(AutogradError, match="2 gradients were given for 1 roots"):
+        with pytest.raises(AutogradError, match=r"the number of gradients \(2\) is not the number of roots \(1\)"):
             ctx.backward(x * 2, gradients=[torch.ones(3), torch.ones(3)])
         with pytest.raises(AutogradError, match=r"the gradient of root 0 has shape \(2,\), not \(3,\)"):
             ctx.backward(x * 2, gradients=torch.ones(2))

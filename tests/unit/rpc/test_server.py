@@ -248,7 +248,7 @@ def test_a_call_that_is_queued_for_long_is_logged_once_with_its_reason(
     (text,) = _messages(caplog, "builtins:max")  # the other one may be logged when it is the oldest
     assert re.match(r"builtins:max, called by a, has been queued for \d+ s \(calls in the queue: 2\): ", text)
     assert re.search(r": 1 function is running \(num_worker_threads=1\): \S*_compute_until_told of a \(\d+ s\); ", text)
-    assert text.endswith("; pass a larger num_worker_threads, or see `gradwire top`")
+    assert text.endswith("; pass a larger num_worker_threads; for a Cluster, `gradwire top` shows the calls")
 
 
 def test_a_queued_function_that_travels_by_value_is_called_a_call(
