@@ -13,10 +13,10 @@ PINS   := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
 help:
 	@echo "make demo                train a model that is split over three workers on this machine; with DASHBOARD=1"
-	@echo "                         it trains longer, and a page shows it live"
+	@echo "                         it trains longer, and the dashboard shows it"
 	@echo "make test                run the whole test suite, in TEST_PROCESSES (4) processes; with TORCH=2.8.0 on that release"
 	@echo "make stable              run it STABLE_RUNS (20) times, until one fails"
-	@echo "make browser             install a Chromium for the tests of that page, if there is none and you are root"
+	@echo "make browser             install a Chromium for the tests of the dashboard, if there is none and you are root"
 	@echo "make lint                check format, lint, types and layers"
 	@echo "make check               run make lint and the fast tests"
 	@echo "make docs                build the documentation into docs/_build/html; needs no network"

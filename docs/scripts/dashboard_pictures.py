@@ -1,4 +1,4 @@
-"""Take the pictures of the live page for the documentation: a cluster that trains, that waits, and that lost a worker.
+"""Take the pictures of the dashboard for the documentation: a cluster that trains, that waits, and that lost a worker.
 
     pip install playwright pillow
     python docs/scripts/dashboard_pictures.py [--folder docs/images] [--browser /usr/bin/chromium]
