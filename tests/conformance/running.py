@@ -147,12 +147,12 @@ def _by_rank(texts: dict[int, str]) -> str:
 
 
 def run_cases(cases: Iterable[Case], limit_s: float, num_jobs: int = 1) -> Iterator[Result]:
-    """Runs tests, `num_jobs` at a time; yields each result as it is there. A suite may have a limit of its own."""
+    """Runs tests, `num_jobs` at a time; yields each result as it is there. A test may have a limit of its own."""
     todo = iter(cases)
     trials: list[Trial] = []
     while True:
         while len(trials) < num_jobs and (case := next(todo, None)) is not None:
-            trials.append(Trial(case, getattr(case.suite, "limit_s", limit_s)))
+            trials.append(Trial(case, getattr(getattr(case.suite, case.method), "limit_s", limit_s)))
         if not trials:
             return
         _wait_for_any(trials)

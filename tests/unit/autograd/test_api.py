@@ -183,7 +183,7 @@ def test_inputs_must_require_grad(trio: list[Agent]) -> None:
     x = torch.ones(3, requires_grad=True)
     with gw.autograd.context() as ctx:
         for inputs in ([torch.ones(3)], ["x"], [x, None]):
-            with pytest.raises(AutogradError, match="inputs must be tensors that require grad"):
+            with pytest.raises(AutogradError, match="inputs must be tensors on this worker that require grad"):
                 ctx.backward((x * 2).sum(), inputs=inputs)
 
 

@@ -177,7 +177,7 @@ def test_ranks_that_never_arrive_may_lack_a_proof(tmp_path: Path) -> None:
     with pytest.raises(WorkerStartFailed, match=r"ranks 1, 2 never arrived.*other machines: .*GRADWIRE_SECRET_FILE="):
         driver.launch(2, time.monotonic())
     alone = EnvironmentScheduler(environment(is_one_host=True), FolderStore(tmp_path), None)
-    with pytest.raises(WorkerStartFailed, match=r"(?m)the driver waited for 2$"):
+    with pytest.raises(WorkerStartFailed, match=r"(?m)the driver expected 2 ranks$"):
         alone.launch(2, time.monotonic())
 
 

@@ -316,8 +316,6 @@ def test_two_processes_with_one_number_are_told() -> None:
     driver = DriverExchange(store, TOPIC, NoAuth(), "rank")
     first = Process(store, 1, NoAuth())
     driver.wait_hellos([1], soon())
-    assert "another process with number 1 has arrived at memory" in str(
-        Process(store, 1, NoAuth(), deadline_s=0.1).end()
-    )
+    assert "rank or task number (1) has arrived at memory" in str(Process(store, 1, NoAuth(), deadline_s=0.1).end())
     driver.exchange(1, b"stop", soon())
     assert first.end() is None
