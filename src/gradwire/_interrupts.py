@@ -6,7 +6,8 @@ the main thread, innermost frame first:
 
 - a function marked with `interruptible` (it runs user code, or is one of the waits below): the interrupt is raised;
 - any other gradwire function: the interrupt is *deferred* and retried every few milliseconds;
-- neither: the program's own code is running, and the interrupt is raised.
+- a ``__del__`` or a callback of the garbage collector: it is deferred as well, because Python drops exceptions of these;
+- none of them: the program's own code is running, and the interrupt is raised.
 
 So gradwire code ignores Ctrl-C at no cost, as long as it waits with the functions of this module. A second Ctrl-C while one
 is deferred is raised at once, unless it arrives together with a retry: the system makes one signal of both.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import gc
 import os
 import signal
 import threading
@@ -176,9 +178,12 @@ def _on_interrupt(_number: int, frame: FrameType | None) -> None:
 
 
 def _is_protected(frame: FrameType | None) -> bool:
+    of_collector = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         if frame.f_code in _interruptible:
             return False
+        if frame.f_code.co_name == "__del__" or frame.f_code in of_collector:
+            return True
         name = f"{frame.f_globals.get('__name__')}."
         if name.startswith(_OURS) and not name.startswith(_OUTSIDE):
             return True

@@ -239,7 +239,7 @@ def test_a_silent_server_is_waited_for_no_longer_than_asked(keys: Callable[..., 
         uri, started = f"tcp://127.0.0.1:{silent.getsockname()[1]}?tls", time.monotonic()
         with pytest.raises(RendezvousFailed, match="rank 0 never arrived"):
             secure_store.open_client(lambda: uri, keys("w1"), "the test", 1, 0.7)
-        assert 0.5 < time.monotonic() - started < 5.0
+        assert 0.5 < time.monotonic() - started < 12.0  # by default it is waited for 15 s
 
 
 def test_ctrl_c_ends_the_wait_for_a_silent_server(make_puppets: Callable[[int], list[Puppet]], folder: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_network_that_stands_still_loses_nothing(
     started = time.monotonic()
     with pytest.raises(RpcTimeout):
         a.call("b", handlers.echo, (0,), None, 0.5)
-    assert time.monotonic() - started < 5.0
+    assert time.monotonic() - started < 30.0
     assert a.call("c", handlers.echo, (3,)) == 3  # the others are not affected
     assert not any(call.done() for call in late)
     proxy.release()
@@ -129,7 +129,7 @@ def test_connections_that_are_cut_are_made_again(network: tuple[list[Agent], lis
         started = time.monotonic()
         with pytest.raises(WorkerLost, match="unknown whether the function ran"):
             call.wait()
-        assert time.monotonic() - started < 5.0
+        assert time.monotonic() - started < 30.0
         # Each connection is noticed by itself, and a pass fails on one that is not noticed yet.
         assert wait_until(partial(_has_dropped, a, "b", lanes), 5.0)
         assert wait_until(lambda: lost_by_b.count("a") >= number, 5.0)  # noqa: B023

@@ -350,7 +350,7 @@ def serve_rank(
             _note_failures(current_agent(), failures)
         return answer
 
-    who = f"rank {environment.rank}"
+    who, reason = f"rank {environment.rank}", None
     with _ignoring_ctrl_c():
         try:
             exchange = WorkerExchange(store, environment.topic, environment.rank, auth or NoAuth())
@@ -358,15 +358,16 @@ def serve_rank(
             if worker.info is not None:
                 who += f" ({worker.info.name})"
             store.close()
-            lost_reason = worker.serve()
+            if (lost_reason := worker.serve()) is not None:
+                reason = f"the driver was lost: {lost_reason}"
+            elif failures:
+                reason = f"the program failed in rank 0: {failures[0]}"
         except RendezvousFailed as error:
-            lost_reason = str(error)
-    if lost_reason is None and failures:
-        lost_reason = f"the program failed in rank 0: {failures[0]}"
-    if lost_reason is None:
+            reason = str(error)
+    if reason is None:
         raise SystemExit(0)
     _interrupts.sleep(_FAIL_S)  # a launcher reports what fails first, and that should be the driver
-    failed = RendezvousFailed(f"{who} is exiting: {lost_reason}")
+    failed = RendezvousFailed(f"{who} is exiting: {reason}")
     record_error(failed)
     print(f"gradwire: {failed}", file=sys.stderr, flush=True)
     raise SystemExit(1)

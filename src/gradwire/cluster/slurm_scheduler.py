@@ -388,7 +388,7 @@ def run_task(folder: str, first: int, start_timeout_s: float) -> None:
     exchange.serve(worker.handle, lambda: worker.has_driver, time.monotonic() + start_timeout_s)
     lost_reason = worker.serve()
     if lost_reason is not None:
-        raise WorkerLost(f"this task is exiting: {lost_reason}")
+        raise WorkerLost(f"the driver was lost: {lost_reason}")
     with contextlib.suppress(RendezvousFailed):  # the driver has ended already
         store.set(_left_key(number), b"")
 

@@ -76,7 +76,7 @@ def test_ranks_end_when_the_driver_is_killed(tmp_path: Path) -> None:
         for worker in workers:
             code, _, err = worker.end()
             assert code == 1
-            assert f"rank {worker.number} (worker{worker.number - 1}) is exiting: the driver" in err
+            assert f"rank {worker.number} (worker{worker.number - 1}) is exiting: the driver was lost" in err
 
 
 @pytest.mark.slow

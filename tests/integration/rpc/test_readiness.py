@@ -102,7 +102,7 @@ def test_a_barrier_says_who_is_missing(pair: list[Agent]) -> None:
     started = time.monotonic()
     with pytest.raises(RpcTimeout, match=r"a timed out in rpc\.barrier: these workers did not make .* in time: b"):
         rpc.barrier(timeout=0.1)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     with pytest.raises(ConfigurationError, match="a is not one of"):
         rpc.barrier(["b"])
     assert pair[0].call("b", operator.add, (1, 2)) == 3

@@ -207,7 +207,7 @@ def test_a_value_that_takes_too_long(names: list[str]) -> None:
     started = time.monotonic()
     with pytest.raises(RpcTimeout, match=names[0]):
         rref.to_here(timeout=0.2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 30
     rpc.rpc_sync(names[0], tasks.open_gate)
     assert rref.to_here() > 0  # only the fetch had ended
 
@@ -227,7 +227,7 @@ def test_one_deadline_for_making_and_fetching(names: list[str]) -> None:
     with pytest.raises(RpcTimeout, match=r"not created on worker worker0 within 0\.3 s") as caught:
         rref.to_here(timeout=0.3)
     assert caught.value.worker == names[0]
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     rpc.rpc_sync(names[0], tasks.open_gate)
     assert rref.to_here() > 0
 

@@ -122,7 +122,7 @@ def test_worker_that_does_not_answer_in_time(trio: list[Agent], monkeypatch: pyt
         monkeypatch.setitem(trio[1].server._control, "~autograd.explain", lambda *_: never)
         begin = time.monotonic()
         graph = ctx.graph(timeout=0.2)
-        assert time.monotonic() - begin < 5.0
+        assert time.monotonic() - begin < 30.0
         never.set_result(None)
     assert "b did not answer." in graph.notes
     assert "no answer" in graph.to_svg()

@@ -155,7 +155,7 @@ def test_a_slurm_that_does_not_answer_holds_up_nothing() -> None:
         begun = time.monotonic()
         job._next_look = 0.0
         assert not job.is_over()
-        assert time.monotonic() - begun < 5.0
+        assert time.monotonic() - begun < 25.0  # an answer is waited for 30 s
     assert silent.num_questions == 1, "it is asked again although it has not answered"
     silent.answers.set()
     wait_until(job.is_over, 10.0)

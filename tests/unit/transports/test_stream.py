@@ -131,7 +131,7 @@ def test_reading_in_vain_takes_no_time(pair: ConnectionPair, copying: Copying) -
         began = time.monotonic()
         for _ in range(5):
             assert pair.far.read_nowait() == []
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
         copying.may_go_on.set()
         receive_frames(pair.far, 1)
 
@@ -281,7 +281,7 @@ def test_the_end_of_the_sender_is_noticed(pair: ConnectionPair, copying: Copying
         pair.near.close()
         began = time.monotonic()
         assert isinstance(end_of(pair.far), ConnectionLost)
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0
         copying.may_go_on.set()
 
 
