@@ -193,12 +193,12 @@ except KeyboardInterrupt:
         with Script(tmp_path, text, **streams, preexec_fn=_take_terminal) as script:
             shown = screen.read_until(", 11]")
             for _ in range(3):
-                shown += screen.read_until("working")  # what a worker prints may come after what it returns
+                shown += screen.read_until("working")
                 os.write(keyboard, b"\x03")
-                screen.read_until('["alive", "alive"]')
-            screen.read_until("last")
+                shown += screen.read_until('["alive", "alive"]')
+            shown += screen.read_until("last")
             os.write(keyboard, b"\x03")
-            screen.read_until("[false, false]")
+            shown += screen.read_until("[false, false]")  # what a worker prints may come until then
             assert script.finish()[0] == 0
     finally:
         os.close(keyboard)
