@@ -29,7 +29,6 @@ from gradwire.wire.messages import Call, Goodbye
 from rpc.fixtures import init_source
 from rpc.puppets import Puppet, PuppetError, wait_until
 
-NOBODY = WorkerInfo("nobody", 9)
 LIMITS = dataclasses.replace(secure_store._LIMITS, handshake_timeout_s=1.5, half_open=8)
 
 
@@ -355,7 +354,7 @@ def test_a_lost_connection_is_made_again(server: StoreServer, keys: Callable[...
         with socket.socket(fileno=os.dup(incoming.descriptor)) as sock:
             sock.shutdown(socket.SHUT_RDWR)
     assert client.agree_on_token() == server.agree_on_token()
-    client.leave(NOBODY)
+    client.leave()
     with pytest.raises(MeetingPointLost, match="has shut down"):
         client.note()
 
@@ -370,4 +369,4 @@ def test_a_server_that_is_gone_is_noticed(keys: Callable[..., TlsKeys]) -> None:
     assert time.monotonic() - started < 8.0
     with pytest.raises(MeetingPointLost):
         server.note()
-    client.leave(NOBODY)
+    client.leave()

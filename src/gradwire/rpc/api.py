@@ -203,7 +203,7 @@ def _meet(
 
     def leave() -> None:
         if has_met:  # otherwise it first tells the others why not
-            point.store.leave(info)
+            point.store.leave()
 
     try:
         config = options.worker_config(point.store.agree_on_token(), point.facing_host)
@@ -234,7 +234,7 @@ def _meet(
                 if has_failed:
                     directory.withdraw()
             finally:
-                point.store.leave(info)
+                point.store.leave()
 
 
 def _as_options(options: RpcBackendOptions | None) -> RpcOptions:

@@ -22,7 +22,7 @@ from gradwire import _interrupts
 from gradwire.config import Limits
 from gradwire.errors import ConfigurationError, DecodeError, RendezvousFailed, ResourceExhausted
 from gradwire.transports.tcp import is_loopback
-from gradwire.types import WorkerAddress, WorkerInfo
+from gradwire.types import WorkerAddress
 from gradwire.wire.messages import decode_address, encode_address
 
 T = TypeVar("T")
@@ -94,7 +94,7 @@ class MeetingStore(Protocol):
     def rest(self) -> None:
         """Hold no connection until the next question; this worker has met the others."""
 
-    def leave(self, info: WorkerInfo) -> None:
+    def leave(self) -> None:
         """Release the store and its port, and remove this worker from a store that outlives it. Idempotent."""
 
 
@@ -130,6 +130,7 @@ class TorchStore:
         self._reopen = reopen
         self._is_resting = False
         self._is_left = False
+        self._published: WorkerAddress | None = None
         self._turn = threading.Lock()  # held while a thread uses the store; guards `_store`
         self._store = store
         self._is_stuck = False  # whether an operation timed out and is still running: others need not wait for it
@@ -150,6 +151,7 @@ class TorchStore:
                 store.set(f"{_PREFIX}/member/{index}", info.name)
 
         self._ask(put)
+        self._published = address
 
     def find(self, worker: str | int) -> WorkerAddress | None:
         key = f"name/{worker}" if isinstance(worker, str) else f"rank/{worker}"
@@ -195,16 +197,22 @@ class TorchStore:
         self._timeout_s, self._is_resting = ANSWER_S, True
         self._drop_if_unused()
 
-    def leave(self, info: WorkerInfo) -> None:
-        """Release the store, and remove the worker from a file.
+    def leave(self) -> None:
+        """Release the store, and remove the worker from a file, unless another one has taken its name or rank there.
 
         A server is not notified: it may exit at the same moment, for which torch would print C++ stack traces. A worker
         that looks for this one finds that nothing listens at its address.
         """
-        if self._outlives_workers and not self._is_left:
+        published = self._published
+        if self._outlives_workers and not self._is_left and published is not None:
+            raw = encode_address(published)
+
+            def take_back(store: Any) -> None:
+                for key in (f"name/{published.info.name}", f"rank/{published.info.id}"):
+                    store.compare_set(f"{_PREFIX}/{key}", raw, b"")
+
             with contextlib.suppress(MeetingPointLost):
-                for key in (f"name/{info.name}", f"rank/{info.id}"):
-                    self.write(key, b"")
+                self._ask(take_back)
         self._is_left = True
         self._drop_if_unused()
 

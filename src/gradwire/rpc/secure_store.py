@@ -280,7 +280,7 @@ class StoreServer(_Store):
     def rest(self) -> None:
         """Do nothing: the store keeps serving workers that join later."""
 
-    def leave(self, info: WorkerInfo) -> None:
+    def leave(self) -> None:
         self.close()
 
     def close(self) -> None:
@@ -469,7 +469,7 @@ class StoreClient(_Store):
         self._drop_if_unused()
         self._on_rest()
 
-    def leave(self, info: WorkerInfo) -> None:
+    def leave(self) -> None:
         self._is_left = True
         self._drop_if_unused()
 
