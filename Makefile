@@ -19,7 +19,7 @@ help:
 	@echo "make browser             install a Chromium for the tests of the dashboard, if there is none and you are root"
 	@echo "make lint                check format, lint, types and layers"
 	@echo "make check               run make lint and the fast tests"
-	@echo "make docs                build the documentation into docs/_build/html; needs no network"
+	@echo "make docs                build the documentation into docs/_build/html"
 	@echo "make docs-links          look for dead links to other sites; needs a network"
 	@echo "make docs-examples       run EXAMPLES (all) and store their output for the documentation"
 	@echo "make dist                build and check the wheel and the source distribution, in dist"

@@ -3,7 +3,7 @@ Train a classifier on three workers
 ===================================
 
 A small convolutional network learns to read digits, with one third of it on each of three worker processes. This is
-what ``make demo`` runs; ``make demo DASHBOARD=1`` trains longer and opens a page that shows it live.
+what ``make demo`` runs; ``make demo DASHBOARD=1`` trains longer and opens the dashboard.
 
 Run it::
 
@@ -249,7 +249,7 @@ def show_results(model: nn.Module) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train a model that is split over three worker processes.")
     parser.add_argument("--epochs", type=int, help="passes over the data (default: 5; with --dashboard, 100)")
-    parser.add_argument("--dashboard", action="store_true", help="open the live page of the cluster, and train longer")
+    parser.add_argument("--dashboard", action="store_true", help="open the dashboard of the cluster, and train longer")
     options = parser.parse_args()
     num_epochs = options.epochs or (100 if options.dashboard else 5)
     torch.set_num_threads(1)  # as many as each worker has

@@ -6,7 +6,8 @@ the main thread, innermost frame first:
 
 - a function marked with `interruptible` (it runs user code, or is one of the waits below): the interrupt is raised;
 - any other gradwire function: the interrupt is *deferred* and retried every few milliseconds;
-- a ``__del__`` or a callback of the garbage collector: it is deferred as well, because Python drops exceptions of these;
+- a ``__del__`` or a callback of the garbage collector: it is deferred as well, because Python drops exceptions of these
+  (if it waits in gradwire, the wait is ended and the interrupt is lost);
 - none of them: the program's own code is running, and the interrupt is raised.
 
 So gradwire code ignores Ctrl-C at no cost, as long as it waits with the functions of this module. A second Ctrl-C while one

@@ -1,7 +1,7 @@
 """Settings and their defaults, each defined, documented and checked in one place.
 
-`WorkerConfig` holds the settings of a worker. `gradwire.rpc.RpcOptions` takes them under names familiar from PyTorch, a
-`Cluster` takes some of them; both build one.
+`WorkerConfig` holds the settings of a worker. `gradwire.rpc.RpcOptions` takes most of them, under names familiar from
+PyTorch; a `Cluster` takes some. Both build one.
 """
 
 from __future__ import annotations

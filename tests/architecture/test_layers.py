@@ -89,4 +89,4 @@ def test_no_finalizers_of_weakref() -> None:
     """
     pattern = re.compile(r"\bweakref\.finalize\(|\bfrom weakref import .*\bfinalize\b|\bTemporaryDirectory\(")
     found = {name for name, text in TEXTS.items() if pattern.search(text)}
-    assert found <= {"testing/clusters.py"}
+    assert found == {"testing/clusters.py"}

@@ -527,7 +527,7 @@ class Cluster:
         alive = [worker for worker in self.workers if worker.is_alive]
         if not alive:
             raise WorkerLost(
-                "no worker of this cluster is alive: it was closed, or all of them were lost; Cluster.status() shows how"
+                "no worker of this cluster is alive: it was closed, or its workers were lost; Cluster.status() shows how"
             )
         return MapRun(alive, function, items, timeout).run()
 
@@ -762,7 +762,7 @@ class Cluster:
             The dashboard, the same one while it is open; its `url` is a link that works once.
 
         Raises:
-            ConfigurationError: A package is missing, the port cannot be used, or it is open on another port.
+            ConfigurationError: A package is missing, the port cannot be used, or the dashboard is open on another one.
             NotInitialized: The cluster is closed.
         """
         from gradwire.dashboard.web_server import Dashboard

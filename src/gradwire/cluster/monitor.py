@@ -325,7 +325,9 @@ class Monitor:
                 f"; {name}: {self._supervision.lost_text(name) or 'it is not responding'}" for name in others
             )
         if timeout_s is None:
-            advice = "start more with Cluster.add_workers(), or wait for fewer"
+            advice = (
+                "wait for fewer (wait_for_workers(n)), or remove the lost ones with Cluster.remove() and add others"
+            )
             return WorkerLost(
                 f"only {len(found)} of {wanted} workers are ready, and too many others are lost for good{text}; {advice}",
                 others[0],

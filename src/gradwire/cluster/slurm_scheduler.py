@@ -306,7 +306,7 @@ class _Job:
             if text := _tail(log):
                 return f"Job {self.id} is {state}; the end of {log}:\n{text}"
         return (
-            f"Job {self.id} is {state}, and {paths.stderr} is missing or empty. If the job has run, check that this folder "
+            f"Job {self.id} is {state}, and {paths.stderr} is missing or empty. If the job has run, check that its folder "
             "is on a file system that all machines share."
         )
 

@@ -373,7 +373,10 @@ class WorkerExchange:
                 f"the driver never arrived at {self._post.store.where}; start it, or check that all processes use the same "
                 "address or folder"
             )
-        return f"the driver did not make this process a worker in time (at {self._post.store.where}); its output may say why"
+        return (
+            f"the driver did not make this process a worker in time (at {self._post.store.where}); the driver's output may "
+            "say why"
+        )
 
 
 def _pid_space() -> int:

@@ -369,7 +369,8 @@ class RemoteModule(nn.Module):
             **options: Options of `nn.Module`'s method, for example ``prepend=True``.
 
         Raises:
-            ConfigurationError: `kind` is not one of these, or with ``trust="data"`` the hook is not exposed.
+            ConfigurationError: `kind` is not one of these, or with ``trust="data"`` the function is not exposed here.
+            NotExposed: With ``trust="data"``, the hook is not exposed on the owner.
             LimitExceeded: The module has too many hooks of that kind.
             OwnerLost: The owner is lost.
         """

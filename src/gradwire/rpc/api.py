@@ -171,6 +171,7 @@ def init_rpc(
     Raises:
         ConfigurationError: An argument is wrong, or this process is already a worker.
         RendezvousFailed: Not every rank arrived in time; the message lists the missing ones.
+        TypeError: `rpc_backend_options` is not an options object.
     """
     _check_no_agent()
     if _reserved_for is not None:
@@ -243,6 +244,8 @@ def _as_options(options: RpcBackendOptions | None) -> RpcOptions:
         return RpcOptions()
     if isinstance(options, RpcOptions):
         return options
+    if not hasattr(options, "init_method"):
+        raise TypeError(f"rpc_backend_options must be RpcOptions, or of one of torch's own classes, not {options!r}")
     names = ("rpc_timeout", "init_method", "num_worker_threads", "device_maps", "devices")
     return RpcOptions(**{name: getattr(options, name) for name in names if hasattr(options, name)})
 

@@ -150,8 +150,8 @@ class TorchStore:
                 index = store.add(f"{_PREFIX}/members", 1)
                 store.set(f"{_PREFIX}/member/{index}", info.name)
 
+        self._published = address  # before it: an operation that times out may still be done
         self._ask(put)
-        self._published = address
 
     def find(self, worker: str | int) -> WorkerAddress | None:
         key = f"name/{worker}" if isinstance(worker, str) else f"rank/{worker}"

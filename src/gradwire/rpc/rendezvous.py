@@ -499,9 +499,9 @@ class Meeting:
             last += f". The meeting point refused these connections: {refusals}"
         if not missing:
             return RendezvousFailed(
-                f"rank {self._rank} ({self._agent.info.name}) did not complete the rendezvous at {self._where} in time, "
-                f"although all {self._world_size} ranks arrived there. Check that every rank can connect to rank 0, or "
-                f"raise init_timeout{last}"
+                f"rank {self._rank} ({self._agent.info.name}) did not complete the rendezvous in time, although "
+                f"{self._where} has an address of each of the {self._world_size} ranks. Check that every rank is running "
+                f"(an address may be left from an earlier run) and can connect to rank 0, or raise init_timeout{last}"
             )
         return RendezvousFailed(
             f"rank{'s' if len(missing) > 1 else ''} {', '.join(missing)} never arrived at {self._where}: rank {self._rank} "

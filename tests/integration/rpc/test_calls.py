@@ -248,8 +248,13 @@ def test_device_maps_in_torch_own_options_are_checked(meeting: str) -> None:
     from torch.distributed import rpc as torch_rpc
 
     options: Any = torch_rpc.TensorPipeRpcBackendOptions(init_method=meeting, device_maps={"b": {"cuda:0": "cuda:0"}})
-    with pytest.raises(ConfigurationError, match="b"):
+    with pytest.raises(ConfigurationError, match="invalid target node names in its device maps: there is no worker b"):
         rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=options)
+
+
+def test_other_objects_are_no_options(meeting: str) -> None:
+    with pytest.raises(TypeError, match="rpc_backend_options must be RpcOptions"):
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options={"init_method": meeting})  # type: ignore[arg-type]
 
 
 SAME_SCRIPT = """

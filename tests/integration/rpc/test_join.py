@@ -123,7 +123,7 @@ def worlds(tcp_meeting: str, tmp_path: Path) -> Iterator[list[StoreDirectory]]:
         made = []
         for rank in range(2):
             point = open_meeting_point(tcp_meeting, rank, 2, 5.0, keys_for(tmp_path, f"w{rank}"))
-            stack.callback(point.store.leave, WorkerInfo(f"w{rank}", rank))
+            stack.callback(point.store.leave)
             made.append(StoreDirectory(point))
         yield made
 
