@@ -29,7 +29,6 @@ from gradwire.errors import (
     IdentityTaken,
     InvalidName,
     UnknownWorker,
-    WorkerLost,
 )
 from gradwire.observe.log import get_logger
 from gradwire.rpc.client import Client
@@ -352,24 +351,12 @@ class Agent:
         try:
             if graceful and not self.is_closed:
                 deadline = time.monotonic() + timeout_s if timeout_s > 0 else float("inf")
-                others = self._agree_to_leave(deadline)
+                others = self.gathering.agree_to_leave(deadline)
                 for say_farewell in self.farewells:
                     say_farewell(deadline)
                 self.gathering.see_off(others, deadline)
         finally:
             self.close()
-
-    def _agree_to_leave(self, deadline: float) -> set[tuple[str, int]]:
-        names: list[str] | None = None
-        while True:
-            try:
-                return self.gathering.agree_to_leave(deadline, names)
-            except WorkerLost as lost:
-                known = names or [info.name for info in self.directory.infos()]
-                names = [name for name in known if name != lost.worker]
-                _log.warning("%s is shutting down without waiting for %s: %s", self.info.name, lost.worker, lost)
-                if names == known or self.info.name not in names:
-                    return set()
 
     def close(self) -> None:
         """Stop at once: pending calls fail, and results of running functions are discarded. Idempotent."""
@@ -506,7 +493,7 @@ def _digest_of_main() -> str:
 def check_name(name: str, limit: int) -> None:
     """Refuse names that would be confusing in messages, paths or logs."""
     if not name:
-        raise InvalidName("a worker's name must not be empty")
+        raise InvalidName("a worker's name must be non-empty")
     if (num_bytes := len(name.encode())) > limit:
         raise InvalidName(f"a worker's name must be at most {limit} bytes long, not {num_bytes}: {name!r}")
     if not is_worker_name(name):

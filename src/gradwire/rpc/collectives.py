@@ -8,20 +8,32 @@ arrived:
 
 A worker joins the oldest open round of its group that it has not joined yet. Rounds are not numbered, so a worker that
 restarted or timed out is in step again with its next call.
+
+A round fails if one of its workers is lost. Rounds of a shutdown skip it instead, and wait for it again if it is back: the
+collector decides, so that all agree on who takes part. If the collector itself is lost, each worker asks the next one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from gradwire import _interrupts
-from gradwire.errors import ConfigurationError, DecodeError, LimitExceeded, RpcTimeout, WorkerLost
+from gradwire.errors import (
+    ConfigurationError,
+    DecodeError,
+    LimitExceeded,
+    RpcTimeout,
+    UnknownWorker,
+    WorkerLost,
+)
+from gradwire.observe.log import get_logger
 from gradwire.rpc.codec import EVERY_WORKER
 from gradwire.rpc.functions import Codec, Group, WorkerName
 from gradwire.rpc.futures import InterruptibleFuture
@@ -30,6 +42,7 @@ from gradwire.types import Seconds, WorkerInfo
 if TYPE_CHECKING:
     from gradwire.rpc.agent import Agent
 
+_log = get_logger(__name__)
 _LOOK_S = 0.02
 _SEE_OFF_S = 2.0
 _MAX_ROUNDS = 64  # collectives that one worker may have open at the same time
@@ -43,14 +56,16 @@ _ANSWER = dict[WorkerName, tuple[Codec, bytes, list[torch.Tensor]]]
 class _Round:
     """One gathering, on the worker that collects."""
 
-    def __init__(self, names: Sequence[str]) -> None:
+    def __init__(self, names: Sequence[str], skips_lost: bool) -> None:
         self.names = names
+        self.skips_lost = skips_lost
         self.entries: dict[str, Entry] = {}
         # Deadline and the answer owed, by worker.
         self.answers: dict[str, tuple[float, InterruptibleFuture[Any]]] = {}
 
-    def missing(self) -> list[str]:
-        return [name for name in self.names if name not in self.entries]
+    def missing(self, lost: Container[str]) -> list[str]:
+        """Return the workers to wait for."""
+        return [name for name in self.names if name not in self.entries and not (self.skips_lost and name in lost)]
 
 
 class Gathering:
@@ -61,10 +76,12 @@ class Gathering:
         self._lock = threading.Lock()  # guards _rounds, the rounds in it and _lost
         self._rounds: list[_Round] = []
         self._lost: dict[str, str] = {}
-        agent.server.register_control("gather", self._on_gather, Group, Codec, bytes, list[torch.Tensor], Seconds)
+        agent.server.register_control("gather", self._on_gather, Group, Codec, bytes, list[torch.Tensor], Seconds, bool)
         agent.on_worker_lost(lambda address, reason: self._on_worker_lost(address.info.name, reason))
 
-    def all_gather(self, value: Any, names: Sequence[str] | None, deadline: float) -> dict[str, Any]:
+    def all_gather(
+        self, value: Any, names: Sequence[str] | None, deadline: float, *, skips_lost: bool = False
+    ) -> dict[str, Any]:
         agent = self._agent
         group = sorted(set(names)) if names else sorted(info.name for info in agent.directory.infos())
         if agent.info.name not in group:
@@ -80,14 +97,14 @@ class Gathering:
             )
             raise RpcTimeout(f"RPC ran for more than set timeout: {text}", agent.info.name, "send")
         timeout_s = max(0.001, deadline - time.monotonic()) if deadline < float("inf") else 0.0
-        args = (group, packed.codec, packed.body, packed.tensors, timeout_s)
-        collector = self._collector(group)
+        args = (group, packed.codec, packed.body, packed.tensors, timeout_s, skips_lost)
+        collector = self._living_collector(group) if skips_lost else self._collector(group)
         if collector == agent.info.name:
             future = self._on_gather(agent.info, *args)
         else:  # the collector knows which workers are missing, so its error should come first
             future = agent.ask(collector, "gather", args, timeout_s + 0.5 if timeout_s else 0.0, _ANSWER)
         answer = future.wait()
-        if sorted(answer) != group:
+        if sorted(answer) != group and not (skips_lost and agent.info.name in answer and set(answer) < set(group)):
             raise DecodeError(f"{collector} returned values for {', '.join(answer)}, expected {', '.join(group)}")
         return {
             name: agent.codec.unpack(codec, body, tensors, EVERY_WORKER)
@@ -97,6 +114,9 @@ class Gathering:
     def _collector(self, names: Sequence[str]) -> str:
         return min((self._agent.directory.find(name).info for name in names), key=lambda info: info.id).name
 
+    def _living_collector(self, names: Sequence[str]) -> str:
+        return self._collector([name for name in names if not self._agent.has_ended(name)])
+
     def _on_gather(
         self,
         source: WorkerInfo,
@@ -105,26 +125,43 @@ class Gathering:
         body: bytes,
         tensors: list[torch.Tensor],
         timeout_s: float,
+        skips_lost: bool,
     ) -> InterruptibleFuture[Any]:
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
         deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
         self._check_group(source.name, names)
+        if skips_lost and not self._agent.directory.is_fixed:
+            raise ConfigurationError("workers that may join and leave do not shut down together")
+        if skips_lost and (collector := self._living_collector(names)) != self._agent.info.name:
+            raise WorkerLost(f"worker {collector} collects the agreement to shut down", collector)
         with self._lock:
             self._check_room(source.name, len(body) + sum(tensor.nbytes for tensor in tensors))
-            gathering = self._round_for(source.name, names)
+            gathering = self._round_for(source.name, names, skips_lost)
             gathering.entries[source.name] = (codec, body, tensors)
             gathering.answers[source.name] = (deadline, answer)
-            missing = gathering.missing()
+            missing = gathering.missing(self._lost)
             lost = next(((name, self._lost[name]) for name in missing if name in self._lost), None)
             if not missing:
                 self._rounds.remove(gathering)
         if not missing:
-            for _, waiting in gathering.answers.values():
-                waiting.set_result(gathering.entries)
+            self._complete(gathering)
         elif lost is not None:
             self._on_worker_lost(*lost)
+        elif skips_lost:
+            self._find_lost(missing)
         self._agent.reactor.expect(deadline)
         return answer
+
+    def _complete(self, gathering: _Round) -> None:
+        for _, waiting in gathering.answers.values():
+            waiting.set_result(gathering.entries)
+
+    def _find_lost(self, names: Sequence[str]) -> None:
+        """Look for workers that died without a connection to this one, which a shutdown would wait for."""
+        with contextlib.suppress(UnknownWorker):
+            for name in names:
+                if name != self._agent.info.name:
+                    self._agent.liveness.connection_ended(self._agent.directory.find(name))
 
     def _check_group(self, worker: str, names: list[str]) -> None:
         own = self._agent.info.name
@@ -146,30 +183,50 @@ class Gathering:
         if num_bytes + sum(len(body) + sum(tensor.nbytes for tensor in values) for _, body, values in held) > limit:
             raise LimitExceeded(f"the values of {worker} in open collectives exceed Limits.frame_bytes ({limit:,})")
 
-    def _round_for(self, worker: str, names: list[str]) -> _Round:
+    def _round_for(self, worker: str, names: list[str], skips_lost: bool) -> _Round:
         for gathering in self._rounds:
-            if gathering.names == names and worker not in gathering.entries:
+            is_same = gathering.names == names and gathering.skips_lost == skips_lost
+            if is_same and worker not in gathering.entries:
                 return gathering
-        self._rounds.append(_Round(names))
+        self._rounds.append(_Round(names, skips_lost))
         return self._rounds[-1]
 
     def _on_worker_lost(self, name: str, reason: str) -> None:
         failed: list[InterruptibleFuture[Any]] = []
+        complete: list[_Round] = []
         with self._lock:
             if self._agent.has_ended(name):  # not if it has reconnected: see `on_returned`
                 self._lost[name] = reason
             for gathering in [item for item in self._rounds if name in item.names]:
+                if not gathering.skips_lost:
+                    failed.extend(answer for _, answer in gathering.answers.values())
+                else:
+                    gathering.entries.pop(name, None)
+                    gathering.answers.pop(name, None)
+                    if gathering.answers and gathering.missing(self._lost):
+                        continue
+                    complete.append(gathering)
                 self._rounds.remove(gathering)
-                failed.extend(answer for _, answer in gathering.answers.values())
         with self._agent.server.answering():  # one of them may be this worker's own, which may then leave at once
+            for gathering in complete:
+                self._complete(gathering)
             for answer in failed:
-                text = f"worker {name} is lost and cannot take part (in a barrier, _all_gather or shutdown): {reason}"
+                text = f"worker {name} is lost and cannot take part (in a barrier or _all_gather): {reason}"
                 answer.set_exception(WorkerLost(text, name))
 
     def on_returned(self, name: str) -> None:
-        """Clear the lost flag of a worker that has reconnected; late reports of its loss no longer count."""
+        """Clear the lost flag of a worker that has reconnected; late reports of its loss no longer count.
+
+        If this worker collects a shutdown in its place, the others ask the one that is back.
+        """
         with self._lock:
-            self._lost.pop(name, None)
+            if self._lost.pop(name, None) is None:
+                return
+            rounds = [item for item in self._rounds if item.skips_lost and self._collector(item.names) == name]
+            self._rounds = [item for item in self._rounds if item not in rounds]
+        error = WorkerLost(f"worker {name} is back, and collects the agreement to shut down", name)
+        for answer in [answer for item in rounds for _, answer in item.answers.values()]:
+            self._agent.reactor.run_soon(partial(answer.set_exception, error))
 
     def sweep(self, now: float) -> float:
         """End collectives whose deadline has passed and return when to check again."""
@@ -180,7 +237,7 @@ class Gathering:
                 gone = {name: item for name, item in gathering.answers.items() if item[0] <= now}
                 for name in gone:  # a worker that timed out is no longer part of the round
                     del gathering.answers[name], gathering.entries[name]
-                missing = [name for name in gathering.missing() if name not in gone]
+                missing = [name for name in gathering.missing(self._lost) if name not in gone]
                 late += [(answer, missing) for _, answer in gone.values()]
                 if not gathering.answers:
                     self._rounds.remove(gathering)
@@ -195,21 +252,21 @@ class Gathering:
             self._agent.reactor.run_soon(partial(answer.set_exception, error))  # it is sent; the clock must not wait
         return wanted
 
-    def wait_all_quiet(self, deadline: float, names: Sequence[str] | None = None) -> None:
-        """Wait until every worker (or every named one) has called this and no call is in progress on any worker."""
+    def wait_all_quiet(self, deadline: float) -> None:
+        """Wait until every worker that is alive has called this and no call is in progress on any worker."""
         agent, before = self._agent, None
         if not agent.directory.is_fixed:  # workers may join and leave: only this one's own calls matter
             self._wait_quiet(deadline)
             return
         while True:
             self._wait_quiet(deadline)
-            counts = self.all_gather((agent.client.num_made, agent.server.num_served), names, deadline)
+            counts = self._gather_living((agent.client.num_made, agent.server.num_served), deadline)
             if counts == before:
                 return
             before = counts
 
-    def agree_to_leave(self, deadline: float, names: Sequence[str] | None = None) -> set[tuple[str, int]]:
-        """Wait until every worker (or every named one) shuts down and has nothing left to do.
+    def agree_to_leave(self, deadline: float) -> set[tuple[str, int]]:
+        """Wait until every worker that is alive shuts down and has nothing left to do.
 
         A process that has left may start its next worker at once, which must not join this world. So there is one more
         round: each worker stops letting others in before it enters that round, and none leaves before all have entered it.
@@ -217,16 +274,28 @@ class Gathering:
         Returns:
             On the collector the names and incarnations of the other workers, for `see_off`; elsewhere nothing.
         """
-        self.wait_all_quiet(deadline, names)
+        self.wait_all_quiet(deadline)
         agent = self._agent
         if not agent.directory.is_fixed:
             return set()
         agent.is_leaving = True
         incarnations = self._connected()  # no worker has left yet; later incarnations belong to another world
-        group = self.all_gather(None, names, deadline)
+        group = self._gather_living(None, deadline)
+        if skipped := sorted({info.name for info in agent.directory.infos()} - set(group)):
+            _log.warning("%s is shutting down without lost workers: %s", agent.info.name, ", ".join(skipped))
         if self._collector(list(group)) != agent.info.name:
             return set()
         return {(name, incarnation) for name, incarnation in incarnations if name in group}
+
+    def _gather_living(self, value: Any, deadline: float) -> dict[str, Any]:
+        while True:
+            try:
+                return self.all_gather(value, None, deadline, skips_lost=True)
+            except WorkerLost as lost:  # the collector, or the one that is back and collects again
+                if time.monotonic() >= deadline:
+                    raise
+                self._find_lost([lost.worker])
+                _interrupts.sleep(_LOOK_S)
 
     def see_off(self, others: set[tuple[str, int]], deadline: float) -> None:
         """Wait a moment until the other workers have left, so that the collector's answers reach all of them.

@@ -72,24 +72,25 @@ BAD_FIELDS = [
     ("~cancel", (2**200,)),
     ("~gather", ()),
     ("~gather", (GROUP, 1, b"", [])),
-    ("~gather", ("b", 1, b"", [], 0.0)),
-    ("~gather", ([], 1, b"", [], 0.0)),
-    ("~gather", ([b"b", b"mallory"], 1, b"", [], 0.0)),
-    ("~gather", (["b", "mallory", "x" * 10_000], 1, b"", [], 0.0)),
-    ("~gather", (["a", "b"], 1, b"", [], 0.0)),
-    ("~gather", (["a", "mallory"], 1, b"", [], 0.0)),
-    ("~gather", (["mallory", "b"], 1, b"", [], 0.0)),
-    ("~gather", (["b", "b", "mallory"], 1, b"", [], 0.0)),
-    ("~gather", (["b", "mallory", "unknown"], 1, b"", [], 0.0)),
-    ("~gather", (GROUP, 6, b"", [], 0.0)),
-    ("~gather", (GROUP, -1, b"", [], 0.0)),
-    ("~gather", (GROUP, 1, "text", [], 0.0)),
-    ("~gather", (GROUP, 1, b"", [1], 0.0)),
-    ("~gather", (GROUP, 1, b"", TENSOR, 0.0)),
-    ("~gather", (GROUP, 1, b"", [], -1.0)),
-    ("~gather", (GROUP, 1, b"", [], float("nan"))),
-    ("~gather", (GROUP, 1, b"", [], float("inf"))),
-    ("~gather", (GROUP, 1, b"", [], "1")),
+    ("~gather", ("b", 1, b"", [], 0.0, False)),
+    ("~gather", ([], 1, b"", [], 0.0, False)),
+    ("~gather", ([b"b", b"mallory"], 1, b"", [], 0.0, False)),
+    ("~gather", (["b", "mallory", "x" * 10_000], 1, b"", [], 0.0, False)),
+    ("~gather", (["a", "b"], 1, b"", [], 0.0, False)),
+    ("~gather", (["a", "mallory"], 1, b"", [], 0.0, False)),
+    ("~gather", (["mallory", "b"], 1, b"", [], 0.0, False)),
+    ("~gather", (["b", "b", "mallory"], 1, b"", [], 0.0, False)),
+    ("~gather", (["b", "mallory", "unknown"], 1, b"", [], 0.0, False)),
+    ("~gather", (GROUP, 6, b"", [], 0.0, False)),
+    ("~gather", (GROUP, -1, b"", [], 0.0, False)),
+    ("~gather", (GROUP, 1, "text", [], 0.0, False)),
+    ("~gather", (GROUP, 1, b"", [1], 0.0, False)),
+    ("~gather", (GROUP, 1, b"", TENSOR, 0.0, False)),
+    ("~gather", (GROUP, 1, b"", [], -1.0, False)),
+    ("~gather", (GROUP, 1, b"", [], float("nan"), False)),
+    ("~gather", (GROUP, 1, b"", [], float("inf"), False)),
+    ("~gather", (GROUP, 1, b"", [], "1", False)),
+    ("~gather", (GROUP, 1, b"", [], 0.0, 1)),
     ("~join", (b"", 2, [])),
     ("~met", ()),
     ("~", ()),
@@ -161,7 +162,7 @@ def test_control_operations_that_wait_are_bounded(agent: Agent, monkeypatch: pyt
     group = ["a", "b", "mallory"]
     with contextlib.closing(connect(agent, "control")) as control:
         for number in range(1, 21):
-            send_control(control, number, "~gather", group, objects.NONE, b"", [], 0.0)
+            send_control(control, number, "~gather", group, objects.NONE, b"", [], 0.0, False)
         answers = [frame.message for frame in receive_frames(control, 12)]
         assert all(isinstance(item, Failure) and "in flight" in item.error.message for item in answers)
         assert len(agent.gathering._rounds) == 8
@@ -184,7 +185,7 @@ def test_gatherings_of_one_worker_are_bounded(make_agents: MakeAgents) -> None:
     b = make_agents("a", "b", trust="data")[1]
     with contextlib.closing(connect(b, "control")) as control:
         for number in range(1, 71):
-            send_control(control, number, "~gather", ["a", "b", "mallory"], objects.NONE, b"", [], 0.0)
+            send_control(control, number, "~gather", ["a", "b", "mallory"], objects.NONE, b"", [], 0.0, False)
         answers = [frame.message for frame in receive_frames(control, 6)]
         assert all(isinstance(item, Failure) and "64 collectives" in item.error.message for item in answers)
         assert len(b.gathering._rounds) == 64
@@ -194,7 +195,7 @@ def test_gatherings_of_one_worker_are_bounded(make_agents: MakeAgents) -> None:
 def test_bytes_in_gatherings_are_bounded(agent: Agent, control: StreamConnection, as_tensor: bool) -> None:
     values: tuple[Any, ...] = (b"", [torch.ones(700_000)]) if as_tensor else (bytes(2_800_000), [])
     for number in (1, 2):
-        send_control(control, number, "~gather", ["a", "b", "mallory"], objects.PLAIN, *values, 0.0)
+        send_control(control, number, "~gather", ["a", "b", "mallory"], objects.PLAIN, *values, 0.0, False)
     answer = receive(control)
     assert isinstance(answer, Failure)
     assert "exceed Limits.frame_bytes" in answer.error.message
@@ -204,7 +205,7 @@ def test_bytes_in_gatherings_are_bounded(agent: Agent, control: StreamConnection
 def test_a_collector_that_answers_for_others_is_not_believed(make_agents: MakeAgents) -> None:
     a, b = make_agents("a", "b")
     for answer in ({"b": (objects.NONE, b"", [])}, {"a": 1, "b": 2}, ["a", "b"], None):
-        a.server.register_control("gather", lambda *_, answer=answer: answer, Any, Any, Any, Any, Any)
+        a.server.register_control("gather", lambda *_, answer=answer: answer, Any, Any, Any, Any, Any, Any)
         with pytest.raises(DecodeError, match=r"worker a sent an invalid result|a returned"):
             b.gathering.all_gather(1, None, time.monotonic() + LIMIT_S)
 

@@ -15,6 +15,7 @@ import pytest
 import quick_python
 from gradwire.rpc import Agent
 from rpc import handlers
+from rpc.fixtures import init_source
 from rpc.puppets import Nursery, Puppet, PuppetError, environment, is_alive, wait_until
 
 Workers = Callable[..., list[Puppet]]
@@ -80,6 +81,41 @@ def test_dead_worker_is_named_and_not_waited_for(workers: Workers, killed: int) 
         puppet.result()
     assert time.monotonic() - started < 15.0
     assert all(f"w{killed}" in puppet.do("out.getvalue()") for puppet in puppets)
+
+
+@pytest.mark.parametrize(("waiting", "killed"), [(0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
+def test_a_worker_that_restarts_while_another_one_waits_takes_part(
+    make_puppets: Callable[[int], list[Puppet]], meeting: str, waiting: int, killed: int
+) -> None:
+    puppets = make_puppets(3)
+    for rank, puppet in enumerate(puppets):
+        puppet.start(init_source(rank, 3, meeting))
+    for puppet in puppets:
+        puppet.result()
+    puppets[waiting].start("rpc.shutdown()")
+    puppets[killed].kill()
+    (puppets[killed],) = make_puppets(1)
+    puppets[killed].do(init_source(killed, 3, meeting))
+    (other,) = {0, 1, 2} - {waiting, killed}
+    puppets[other].start("rpc.shutdown()")
+    assert not wait_until(lambda: puppets[waiting].has_answered() or puppets[other].has_answered(), 0.5)
+    puppets[killed].do("rpc.shutdown()")
+    for number in (waiting, other):
+        puppets[number].result()
+
+
+def test_workers_that_died_without_a_connection_are_not_waited_for(
+    make_puppets: Callable[[int], list[Puppet]], meeting: str
+) -> None:
+    """Rank 0, which would collect, and rank 2, which rank 1 never called."""
+    puppets = make_puppets(3)
+    for rank, puppet in enumerate(puppets):
+        puppet.start(init_source(rank, 3, meeting))
+    for puppet in puppets:
+        puppet.result()
+    puppets[2].kill()
+    puppets[0].kill()
+    puppets[1].do("rpc.shutdown()")
 
 
 def test_not_graceful_leaves_at_once(workers: Workers) -> None:
