@@ -33,6 +33,7 @@ REPRESENTATIVE = (
     "DistOptimizerTest.test_dist_optim",
     "RpcTest.test_async_function_chained_remote",
     "RpcTest.test_duplicate_name_2",
+    "RpcTest.test_invalid_names",
     "RpcTest.test_profiler_remote_events_profiled",
     "RpcTest.test_rref_context_debug_info",
     "TensorPipeAgentRpcTest.test_infer_backend_from_options",

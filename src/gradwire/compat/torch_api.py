@@ -20,7 +20,7 @@ from gradwire import autograd, rpc, rref
 from gradwire._interrupts import interruptible
 from gradwire._torch import call_when_done, qualified_name, wait_for
 from gradwire.compat.profiler import ProfiledCall, is_profiling, make_event, run_profiled
-from gradwire.errors import NotTheOwner, RpcError, RpcTimeout, RRefError, WorkerLost
+from gradwire.errors import InvalidName, NotTheOwner, RpcError, RpcTimeout, RRefError, WorkerLost
 from gradwire.rpc.agent import Agent, check_name
 from gradwire.rpc.backend_registry import BackendType
 from gradwire.rpc.futures import InterruptibleFuture
@@ -123,6 +123,8 @@ class WorkerInfo(metaclass=_Instances):
     """Creates gradwire's `WorkerInfo`, after a check of the name."""
 
     def __new__(cls, name: str, id: int) -> GradwireWorkerInfo:  # type: ignore[misc]
+        if (num_bytes := len(name.encode())) >= _MAX_NAME:
+            raise InvalidName(f"a worker's name must be shorter than {_MAX_NAME} bytes, not {num_bytes}: {name!r}")
         check_name(name, _MAX_NAME)
         return GradwireWorkerInfo(name, id)
 
