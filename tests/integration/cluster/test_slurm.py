@@ -15,16 +15,17 @@ from cluster.processes import is_there
 from gradwire.errors import WorkerStartFailed
 from gradwire.testing import wait_until
 
-pytest.importorskip("submitit")
+submitit = pytest.importorskip("submitit")
 
 COMMANDS = {
-    # Runs the job in the background, as the next job number.
+    # Runs a copy of the job in the background, as the next job number: submitit renames the job's file at once.
     "sbatch": """
         id=$(( $(cat $FAKE/last) + 1 )); echo $id > $FAKE/last
         echo "Submitted batch job $id"
         export SLURM_JOB_ID=$id SLURM_JOB_NUM_NODES=1 SLURM_NODEID=0
         export SLURM_NTASKS=$(sed -n 's/^#SBATCH --ntasks-per-node=//p' $1)
-        setsid bash $1 > /dev/null 2>&1 &
+        cp $1 $FAKE/$id.sh
+        setsid bash $FAKE/$id.sh > /dev/null 2>&1 &
         echo $! > $FAKE/$id.pid
     """,
     # Runs one process for each task, with its output where the options say.
@@ -62,6 +63,7 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (folder / name).chmod(0o755)
     monkeypatch.setenv("FAKE", str(folder))
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    submitit.SlurmJob.watcher.clear()  # it remembers the jobs of this process that have ended, and numbers begin anew
     return folder
 
 
