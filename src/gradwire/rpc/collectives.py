@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 _log = get_logger(__name__)
 _LOOK_S = 0.02
+_LONGEST_PAUSE_S = 0.2  # between attempts to find the worker that collects
 _SEE_OFF_S = 2.0
 _MAX_ROUNDS = 64  # collectives that one worker may have open at the same time
 
@@ -129,12 +130,11 @@ class Gathering:
     ) -> InterruptibleFuture[Any]:
         answer: InterruptibleFuture[Any] = InterruptibleFuture()
         deadline = time.monotonic() + timeout_s if timeout_s else float("inf")
-        self._check_group(source.name, names)
-        if skips_lost and not self._agent.directory.is_fixed:
-            raise ConfigurationError("workers that may join and leave do not shut down together")
-        if skips_lost and (collector := self._living_collector(names)) != self._agent.info.name:
-            raise WorkerLost(f"worker {collector} collects the agreement to shut down", collector)
+        self._check_group(source.name, names, skips_lost)
         with self._lock:
+            # Under the lock: `on_returned` either finds the round, or has made this worker see that another one collects.
+            if skips_lost and (collector := self._living_collector(names)) != self._agent.info.name:
+                raise WorkerLost(f"worker {collector} collects the agreement to shut down", collector)
             self._check_room(source.name, len(body) + sum(tensor.nbytes for tensor in tensors))
             gathering = self._round_for(source.name, names, skips_lost)
             gathering.entries[source.name] = (codec, body, tensors)
@@ -163,7 +163,7 @@ class Gathering:
                 if name != self._agent.info.name:
                     self._agent.liveness.connection_ended(self._agent.directory.find(name))
 
-    def _check_group(self, worker: str, names: list[str]) -> None:
+    def _check_group(self, worker: str, names: list[str], skips_lost: bool) -> None:
         own = self._agent.info.name
         if names != sorted(set(names)) or worker not in names or own not in names:
             raise ConfigurationError(
@@ -171,8 +171,12 @@ class Gathering:
             )
         if self._agent.directory.is_fixed:
             unknown = set(names) - {info.name for info in self._agent.directory.infos()}
+            if unknown and skips_lost and not self._agent.directory.is_complete:
+                raise WorkerLost(f"worker {own} was restarted and has not joined the others yet", own)
             if unknown:
                 raise ConfigurationError(f"{worker} cannot gather with unknown workers: {', '.join(sorted(unknown))}")
+        elif skips_lost:
+            raise ConfigurationError("workers that may join and leave do not shut down together")
 
     def _check_room(self, worker: str, num_bytes: int) -> None:
         """Limit the memory that one worker can make this one hold; the caller holds the lock."""
@@ -202,7 +206,8 @@ class Gathering:
                     failed.extend(answer for _, answer in gathering.answers.values())
                 else:
                     gathering.entries.pop(name, None)
-                    gathering.answers.pop(name, None)
+                    if owed := gathering.answers.pop(name, None):
+                        failed.append(owed[1])  # if the worker is back already, it asks again
                     if gathering.answers and gathering.missing(self._lost):
                         continue
                     complete.append(gathering)
@@ -219,10 +224,12 @@ class Gathering:
 
         If this worker collects a shutdown in its place, the others ask the one that is back.
         """
+        if self._agent.is_leaving:  # all have agreed already
+            return
+        own = self._agent.info.name
         with self._lock:
-            if self._lost.pop(name, None) is None:
-                return
-            rounds = [item for item in self._rounds if item.skips_lost and self._collector(item.names) == name]
+            self._lost.pop(name, None)
+            rounds = [item for item in self._rounds if item.skips_lost and self._living_collector(item.names) != own]
             self._rounds = [item for item in self._rounds if item not in rounds]
         error = WorkerLost(f"worker {name} is back, and collects the agreement to shut down", name)
         for answer in [answer for item in rounds for _, answer in item.answers.values()]:
@@ -288,14 +295,18 @@ class Gathering:
         return {(name, incarnation) for name, incarnation in incarnations if name in group}
 
     def _gather_living(self, value: Any, deadline: float) -> dict[str, Any]:
+        pause_s = _LOOK_S
         while True:
             try:
                 return self.all_gather(value, None, deadline, skips_lost=True)
-            except WorkerLost as lost:  # the collector, or the one that is back and collects again
-                if time.monotonic() >= deadline:
-                    raise
-                self._find_lost([lost.worker])
-                _interrupts.sleep(_LOOK_S)
+            except WorkerLost as error:  # the collector is lost, or another worker collects
+                lost = error
+            self._find_lost([lost.worker])
+            _interrupts.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            if time.monotonic() >= deadline:
+                text = f"{self._agent.info.name} and the other workers did not agree to shut down in time: {lost}"
+                raise RpcTimeout(f"RPC ran for more than set timeout: {text}", lost.worker, "run") from lost
 
     def see_off(self, others: set[tuple[str, int]], deadline: float) -> None:
         """Wait a moment until the other workers have left, so that the collector's answers reach all of them.

@@ -409,12 +409,16 @@ class Liveness:
 
 
 class StaticDirectory:
-    """Finds workers by name or rank: those known at the start, and those that have authenticated."""
+    """Finds workers by name or rank: those known at the start, and those that have authenticated.
+
+    Attributes:
+        is_complete: Whether all workers are known, so that no other one is admitted.
+    """
 
     is_fixed = True  # whether all workers are known; otherwise they may join and leave
 
     def __init__(self, addresses: Iterable[WorkerAddress] = ()) -> None:
-        self._is_complete = False
+        self.is_complete = False
         self._binding = threading.Lock()  # guards changes of the tables below
         self._by_name: dict[str, WorkerAddress] = {}
         self._names: dict[int, str] = {}  # by rank
@@ -424,7 +428,7 @@ class StaticDirectory:
 
     def complete(self) -> None:
         """Admit no other workers from now on: all are known."""
-        self._is_complete = True
+        self.is_complete = True
 
     def find(self, worker: str | int) -> WorkerAddress:
         name = worker if isinstance(worker, str) else self._names.get(worker)
@@ -448,7 +452,7 @@ class StaticDirectory:
         with self._binding:
             self.check(address.info)
             known = self._by_name.get(name)
-            if known is None and self._is_complete:
+            if known is None and self.is_complete:
                 raise AuthenticationFailed(
                     f"{name} with rank {rank} does not belong to this cluster of {len(self._by_name)}"
                 )

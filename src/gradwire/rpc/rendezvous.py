@@ -175,7 +175,7 @@ class StoreDirectory(StaticDirectory):
         try:
             return super().find(worker)
         except UnknownWorker:
-            if self._is_complete:
+            if self.is_complete:
                 raise
             found = self._hints.get(worker) if isinstance(worker, str) else None
             found = found or self._look_up(worker)
