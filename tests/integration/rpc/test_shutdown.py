@@ -85,13 +85,9 @@ def test_dead_worker_is_named_and_not_waited_for(workers: Workers, killed: int) 
 
 @pytest.mark.parametrize(("waiting", "killed"), [(0, 2), (1, 2), (1, 0), (2, 0), (2, 1)])
 def test_a_worker_that_restarts_while_another_one_waits_takes_part(
-    make_puppets: Callable[[int], list[Puppet]], meeting: str, waiting: int, killed: int
+    workers: Workers, make_puppets: Callable[[int], list[Puppet]], meeting: str, waiting: int, killed: int
 ) -> None:
-    puppets = make_puppets(3)
-    for rank, puppet in enumerate(puppets):
-        puppet.start(init_source(rank, 3, meeting))
-    for puppet in puppets:
-        puppet.result()
+    puppets = workers(3)
     puppets[waiting].start("rpc.shutdown()")
     puppets[killed].kill()
     (puppets[killed],) = make_puppets(1)
@@ -104,15 +100,9 @@ def test_a_worker_that_restarts_while_another_one_waits_takes_part(
         puppets[number].result()
 
 
-def test_workers_that_died_without_a_connection_are_not_waited_for(
-    make_puppets: Callable[[int], list[Puppet]], meeting: str
-) -> None:
+def test_workers_that_died_without_a_connection_are_not_waited_for(workers: Workers) -> None:
     """Rank 0, which would collect, and rank 2, which rank 1 never called."""
-    puppets = make_puppets(3)
-    for rank, puppet in enumerate(puppets):
-        puppet.start(init_source(rank, 3, meeting))
-    for puppet in puppets:
-        puppet.result()
+    puppets = workers(3)
     puppets[2].kill()
     puppets[0].kill()
     puppets[1].do("rpc.shutdown()")
