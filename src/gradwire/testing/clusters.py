@@ -232,7 +232,8 @@ def check_calls(cluster: Cluster) -> None:
     x, y = torch.rand(3, 4), torch.rand(3, 4)
     for worker in workers:
         assert torch.equal(worker.call(_add, x, y), x + y)
-        assert torch.equal(worker.submit(torch.mm, x, y.T).wait(), x @ y.T)
+        # Strides do not travel, and some processors round a product with a transposed operand differently.
+        assert torch.allclose(worker.submit(torch.mm, x, y.T).wait(), x @ y.T)
         assert worker.call(gw.rpc.get_worker_info) == worker.info
         big = torch.rand(1 << 20)
         assert torch.equal(worker.call(torch.neg, big), -big)
