@@ -35,8 +35,12 @@ def test_the_script_runs_targets_of_the_makefile() -> None:
 def test_it_tests_every_python_that_the_package_names() -> None:
     project = (ROOT / "pyproject.toml").read_text()
     named = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
-    assert WORKFLOW["jobs"]["test"]["strategy"]["matrix"]["python-version"] == named
+    matrix = WORKFLOW["jobs"]["test"]["strategy"]["matrix"]
+    assert (matrix["python-version"], matrix["torch"]) == (named, [""])
     assert named[0] == re.findall(r'^requires-python = ">=(.*)"$', project, re.MULTILINE)[0]
+    (oldest,) = re.findall(r'"torch>=([\d.]+)"', project)
+    # Another release of torch than that of `matrix` makes a job of its own, beside the one with the pinned release.
+    assert matrix["include"] == [{"python-version": named[0], "torch": f"{oldest}.0"}]
 
 
 def test_it_may_only_read() -> None:
