@@ -7,8 +7,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 PINS   := $(if $(TORCH),$(VENV)/constraints.txt,constraints.txt)
 
-.PHONY: help demo test stable browser lint check docs docs-links docs-examples dist dist-check search explore conformance \
-        accelerator-check bench bench-peers fuzz soak kills clean
+.PHONY: help demo test stable browser lint check docs docs-links docs-examples dist dist-check sdist-check \
+        search explore conformance accelerator-check bench bench-peers fuzz soak kills clean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +24,7 @@ help:
 	@echo "make docs-examples       run EXAMPLES (all) and store their output for the documentation"
 	@echo "make dist                build and check the wheel and the source distribution, in dist"
 	@echo "make dist-check          also run the README's program with that wheel alone in a new environment"
+	@echo "make sdist-check         unpack the source distribution and run its test suite in a new environment"
 	@echo "make bench               measure gradwire and torch in turns, as ratios: calls and autograd"
 	@echo "make bench-peers         measure gradwire, torch, Ray and Monarch in turns, in an environment of its own, .venv-peers"
 	@echo "make conformance         run PyTorch's own tests of rpc, autograd, optimizer and remote modules on gradwire;"
@@ -78,6 +79,10 @@ dist: $(VENV)/.installed-release
 
 dist-check: dist
 	$(BIN)/python .ci/check_wheel.py
+
+sdist-check: dist
+	folder=$$(mktemp -d) && tar -xzf dist/gradwire-*.tar.gz -C $$folder --strip-components 1 && $(MAKE) -C $$folder test; \
+	  status=$$?; rm -rf "$$folder"; exit $$status
 
 search: $(STAMP)
 	GRADWIRE_LARGE_SEARCHES=1 $(BIN)/python -m pytest tests/properties/test_ownership_exhaustive.py
