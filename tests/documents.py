@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"^```(python|output|pytb|\{literalinclude\}) *(\S*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^ *(`{3,}|~{3,})(.*)$")
 LABELS = re.compile(  # what is in other blocks is not run
-    r"(python|python ranks=\d+|python \w+\.py|output|output about|output unordered|pytb|text|console|\{[\w-]+\}.*|)"
+    r"(python|python ranks=\d+|python \w+\.py|output|output about|output unordered|pytb|text|console|\{(?!code)[\w-]+\}.*|)"
 )
 PRINTS_NOTES = sys.version_info >= (3, 11)  # where to read about an error is a note of the exception
 NUMBER = re.compile(r"\d+(?:\.\d+)?")
