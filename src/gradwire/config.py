@@ -159,13 +159,16 @@ class WorkerConfig:
             raise ConfigurationError(f"rpc_timeout must be 0 (none) or positive, not {self.rpc_timeout_s!r}")
         if self.trust not in (None, "code", "data"):
             raise ConfigurationError(f'trust must be "code" or "data", not {self.trust!r}')
-        for scheme in self.transports or ():
-            if scheme not in ("inproc", "unix", "tcp"):
-                raise ConfigurationError(f'transports must be "inproc", "unix" or "tcp", not {scheme!r}')
+        if isinstance(self.transports, str) or not all(
+            scheme in ("inproc", "unix", "tcp") for scheme in self.transports or ()
+        ):
+            raise ConfigurationError(
+                f'transports must be a tuple of "inproc", "unix" and "tcp", such as ("unix", "tcp"), not {self.transports!r}'
+            )
         if not _is_port(self.bind_port):
             raise ConfigurationError(
-                f"bind_port must be 0 to {_MAX_PORT:,}, or a range (first, last) starting at 1 or above, not "
-                f"{self.bind_port!r}"
+                f"bind_port (port_range of a Cluster) must be 0 to {_MAX_PORT:,}, or a range (first, last) with "
+                f"1 <= first <= last, not {self.bind_port!r}"
             )
         if not isinstance(self.limits, Limits):
             raise ConfigurationError(f"limits must be a gradwire.config.Limits, not {self.limits!r}")

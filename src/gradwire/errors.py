@@ -6,8 +6,8 @@ GradwireError
     ConnectFailed (ConnectionError)      no worker answered at that address
     ConnectionLost (ConnectionError)     the peer or the network closed the connection
     ConnectionClosed (ConnectionError)   this worker had already closed the connection
-    DecodeError                          bytes are not a valid frame; the connection is closed
-      LimitExceeded                      a frame is larger than this worker accepts
+    DecodeError                          received data is not valid; after an invalid frame the connection is closed
+      LimitExceeded                      something exceeds Limits, here or at the receiver
     ResourceExhausted                    this process is out of descriptors or memory
     AuthenticationFailed                 wrong key, unknown identity, different trust level or version
       IdentityTaken                      another worker has that name or rank
@@ -101,7 +101,7 @@ class ConnectionClosed(TransportError, ConnectionError):
 
 
 class DecodeError(TransportError):
-    """Received bytes are not a valid frame. Their connection is closed; nothing else is affected."""
+    """Received data is not valid. After an invalid frame its connection is closed; nothing else is affected."""
 
 
 class LimitExceeded(DecodeError):
@@ -113,11 +113,11 @@ class ResourceExhausted(TransportError):
 
 
 class AuthenticationFailed(TransportError):
-    """The peer could not prove that it belongs to this cluster."""
+    """A peer could not prove that it belongs to this cluster, or has another trust level or version."""
 
 
 class IdentityTaken(AuthenticationFailed):
-    """Another worker has that name or rank. Both are unique for the lifetime of a cluster."""
+    """Another worker has that name or rank. A name is free again after `Cluster.remove`; a rank is used once."""
 
 
 class CannotSend(GradwireError, TypeError, RuntimeError):
@@ -136,7 +136,7 @@ class RpcError(GradwireError, RuntimeError):
 
 
 class RpcTimeout(RpcError, TimeoutError):
-    """The deadline passed, of a call or of another operation that waits for workers.
+    """The deadline of a call, or of another operation that waits for workers, has passed.
 
     Attributes:
         worker: Name of the worker that was waited for; several are separated by commas. Empty if it is not known.
@@ -225,7 +225,10 @@ class InvalidName(RpcError, ConfigurationError):
 
 
 class NotInitialized(RpcError):
-    """This process is not part of a cluster: `gradwire.rpc.init_rpc` was not called, or `shutdown` was."""
+    """This process is not part of a cluster.
+
+    `gradwire.rpc.init_rpc` was not called, `shutdown` was, the `Cluster` is closed, or the process is a fork of a worker.
+    """
 
 
 class RendezvousFailed(RpcError):
@@ -305,7 +308,7 @@ class OptimizerError(GradwireError, RuntimeError):
 
 
 class OptimizerNotMade(OptimizerError, ConfigurationError):
-    """Some workers could not create their part of an optimizer; no part was kept."""
+    """Some workers could not create their part of an optimizer, or of a new parameter group; nothing was added."""
 
 
 class OptimizerStepFailed(OptimizerError):
@@ -346,7 +349,7 @@ class CannotSave(CheckpointError, TypeError):
 
 
 class CheckpointBusy(CheckpointError):
-    """Another process is using that directory: it saves to it, or removes old files."""
+    """Another process is using that directory: it is saving to it, or removing old files."""
 
 
 class CheckpointWriteFailed(CheckpointError):

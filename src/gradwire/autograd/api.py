@@ -140,7 +140,7 @@ def backward(
     Raises:
         ConfigurationError: `mode`, `timeout` or `optimizer` is not valid.
         TypeError: `roots` is neither a tensor nor a sequence.
-        AutogradError: A root is not a tensor that gradients can be computed for.
+        AutogradError: Gradients cannot be computed for a root, or `gradients` or `inputs` do not fit.
         NotInitialized: This process is not a worker.
         UnknownContext: The context was released, or never existed here.
         BackwardFailed: The pass failed on this or another worker, or timed out.

@@ -190,7 +190,9 @@ class LoadPlan:
             for number, (item, below) in enumerate(zip(wanted, saved, strict=True)):
                 self._walk(item, below, join(path, number))
         elif tag_of(node) == "$object":
-            self._problems.append(f"'{path}' was saved as a {node['$object']['kind']}; pass one to be filled")
+            kind = node["$object"]["kind"]
+            noun = {"optimizer": "an optimizer", "stateful": "an object with a state_dict"}.get(kind, f"a {kind}")
+            self._problems.append(f"'{path}' was saved as {noun}; pass one to be filled")
 
     def _walk_dict(self, wanted: dict[Any, Any], saved: dict[Any, Node] | None, path: str) -> None:
         if saved is None:

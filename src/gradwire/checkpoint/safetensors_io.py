@@ -80,7 +80,7 @@ def _check_savable(path: str, tensor: torch.Tensor) -> None:
     if tensor.layout is not torch.strided:
         problem = f"its layout is {tensor.layout}; save its indices and values"
     elif tensor.dtype not in NAMES:
-        problem = f"its dtype is {tensor.dtype}"
+        problem = f"its dtype, {tensor.dtype}, is not supported; convert it first"
     elif tensor.is_meta:
         problem = "it is on the meta device and has no values"
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
@@ -263,6 +263,9 @@ class _File:
             text = f"the file {self._path} of the checkpoint{what} is missing. Put it back, or load another checkpoint"
             raise CheckpointMissing(text, name, tensor) from error
         except OSError as error:
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE):  # the file may be good
+                text = f"cannot open {self._path}: {error.strerror}. Correct that, or load another checkpoint"
+                raise CheckpointError(text, name, tensor) from error
             raise self.damaged(tensor, f"it cannot be opened: {error.strerror}") from error
         self.num_bytes = os.fstat(self._descriptor).st_size
 

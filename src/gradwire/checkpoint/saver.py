@@ -123,7 +123,13 @@ def _publish(
         tensors=tensors,
         state=plan.finish(reports, pieces, tensors),
     )
-    check(index, "that is to be written")  # whatever others have reported: a published index must be loadable
+    try:
+        check(index, "that is to be written")  # whatever others have reported: a published index must be loadable
+    except CheckpointDamaged as error:
+        text = (
+            f"saving to {place.path} failed: the reports of the workers do not make a valid index ({error.__cause__})"
+        )
+        raise CheckpointError(f"{text}; the previous checkpoint is intact") from error
     place.publish(index)
     return index
 

@@ -311,7 +311,8 @@ def init(
     names: Annotated[
         Optional[list[str]],  # noqa: UP045
         typer.Option(
-            "--name", help="Name of a worker; may be repeated. [dim]default: one certificate for every worker[/]"
+            "--name",
+            help="Name of a worker; may be repeated. [dim]default: a single certificate, valid for every worker[/]",
         ),
     ] = None,
     days: _Days = 365,

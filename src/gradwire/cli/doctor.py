@@ -361,7 +361,7 @@ def _places() -> Iterator[Finding]:
     try:
         place = check_place()
     except OSError as error:
-        text = f"no: {error.filename or ''}: {error.strerror}"
+        text = f"not available: {error.filename or ''}: {error.strerror}"
         yield Finding("Files and network", "gradwire status", "warn", text, "clusters work without it")
     else:
         yield Finding("Files and network", "gradwire status", "ok", f"sockets in {place}")

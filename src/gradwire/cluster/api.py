@@ -365,7 +365,8 @@ class Cluster:
             ConfigurationError: No launcher was found, the ranks are on several machines and have no secret or keys, or a
                 cluster is already open.
             RendezvousFailed: Rank 0 could not be reached in time.
-            AuthenticationFailed: Ranks that share a folder are not on one machine, and have no secret or keys.
+            AuthenticationFailed: A rank has another secret or other keys, or ranks that share a folder are on different
+                machines and have neither.
             WorkerStartFailed: A rank did not arrive or could not become a worker; the message names it.
             SystemExit: In every rank but 0, when the driver has exited.
         """
@@ -543,7 +544,7 @@ class Cluster:
             timeout: Seconds within which they must be ready.
 
         Raises:
-            ConfigurationError: An option is wrong, or a worker has that name.
+            ConfigurationError: An option is wrong, a worker has that name, or the cluster was made by `from_env`.
             WorkerStartFailed: One did not become ready; none was added.
             NotInitialized: The cluster is closed.
         """
@@ -625,8 +626,9 @@ class Cluster:
             A context manager.
 
         Raises:
-            ConfigurationError: A path or option is wrong, the package perfetto is not installed, a trace is being recorded
-                already, or `torch.profiler` is active in this process.
+            ConfigurationError: A path or option is wrong, or the package perfetto is not installed. When the block is
+                entered: a trace is being recorded already, or `torch.profiler` is active in this process.
+            NotInitialized: When the block is entered: the cluster is closed.
         """
         return Trace(
             self._agent,

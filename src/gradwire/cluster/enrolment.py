@@ -150,7 +150,7 @@ def decode_answer(data: bytes, kind: type[_M], limits_of: WorkerConfig) -> _M | 
 
 
 def decode_settings(data: bytes) -> WorkerSettings:
-    settings: WorkerSettings = _decode(_settings, data, "a worker's settings")
+    settings: WorkerSettings = _decode(_settings, data, "a message with a worker's settings")
     return settings
 
 

@@ -162,9 +162,9 @@ def _read_mpi(
         master = (env["MASTER_ADDR"], _number(env, "MASTER_PORT", default=_port_for(run_id or launcher)))
     elif not is_one_host:
         raise ConfigurationError(
-            f"{launcher} started {world_size} ranks, not all of them on this machine, and does not provide the "
-            "address of rank 0: set "
-            "MASTER_ADDR to its host name on every rank (e.g. mpirun -x MASTER_ADDR=node1), and MASTER_PORT to a free port"
+            f"{launcher} started {world_size} ranks, which may be on several machines, and does not provide the address of "
+            "rank 0: set MASTER_ADDR to its host name on every rank (e.g. mpirun -x MASTER_ADDR=node1), and MASTER_PORT "
+            "to a free port"
         )
     elif run_id is None:
         run_id = _parent_id()  # all ranks have the same parent on one machine

@@ -32,7 +32,7 @@ from gradwire.cluster.driver import DRIVER, check_no_other
 from gradwire.cluster.environment import LaunchEnvironment, detect
 from gradwire.cluster.kv_store import FolderStore, KeyValueStore, TorchStore, make_private_folder
 from gradwire.cluster.message_auth import KEYS_FOLDER, SECRET_FILE, CertificateAuth, MessageAuth, NoAuth, read_secret
-from gradwire.cluster.network_address import address_towards
+from gradwire.cluster.network_address import ELSEWHERE, address_towards
 from gradwire.cluster.remote_launcher import RemoteOptions, start_remote
 from gradwire.cluster.remote_worker import RemoteWorker
 from gradwire.cluster.scheduler import RemoteProcess
@@ -48,7 +48,6 @@ from gradwire.types import WorkerInfo
 from gradwire.wire.exceptions import clean
 
 _LOOPBACK = "127.0.0.1"
-_ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_S = 0.1
 _FAIL_S = 2.0
 _TELL_S = 1.0
@@ -225,7 +224,7 @@ class EnvironmentScheduler:
         host, _ = self._environment.master
         address = address_towards(host)
         # The name of a machine may mean loopback to itself, where the others do not find it.
-        return address_towards(_ELSEWHERE) if is_loopback(address) and not is_loopback(host) else address
+        return address_towards(ELSEWHERE) if is_loopback(address) and not is_loopback(host) else address
 
     def describe(self) -> str:
         """Return the line that `Cluster.from_env` prints."""

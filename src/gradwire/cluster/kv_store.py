@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from gradwire.errors import ConfigurationError, RendezvousFailed
 
 _MAX_VALUE_BYTES = 4 << 20
+_OTHER_FOLDER = "choose another one (TMPDIR, or folder= of Cluster.slurm)"
 
 
 class KeyValueStore(Protocol):
@@ -130,7 +131,7 @@ def make_private_folder(folder: Path) -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(folder)
     except OSError as error:
-        raise ConfigurationError(f"cannot create the folder {folder}: {error.strerror}; choose another one") from error
+        raise ConfigurationError(f"cannot create the folder {folder}: {error.strerror}; {_OTHER_FOLDER}") from error
     return folder
 
 
@@ -138,10 +139,10 @@ def _check_private(folder: Path) -> None:
     status = folder.lstat()
     mode = stat.S_IMODE(status.st_mode)
     if not stat.S_ISDIR(status.st_mode):
-        raise ConfigurationError(f"{folder} is a link or a file, not a folder; choose another one")
+        raise ConfigurationError(f"{folder} is a link or a file, not a folder; {_OTHER_FOLDER}")
     if status.st_uid != os.geteuid():
-        raise ConfigurationError(f"{folder} belongs to another user; choose another one")
+        raise ConfigurationError(f"{folder} belongs to another user; {_OTHER_FOLDER}")
     if mode & 0o022:
         raise ConfigurationError(
-            f"{folder} is writable by other users (mode {mode:o}); run `chmod 700 {folder}` or choose another one"
+            f"{folder} is writable by other users (mode {mode:o}); run `chmod 700 {folder}`, or {_OTHER_FOLDER}"
         )

@@ -111,7 +111,7 @@ class CertificateAuth:
         if not _is_for_every_worker(x509.load_pem_x509_certificate(self._certificate)):
             raise ConfigurationError(
                 f"{keys.certificate} is for one worker; Cluster.from_env assigns names itself and needs worker.pem, as "
-                "written by `make_keys(folder)`"
+                "written by `gradwire keys init` without --name"
             )
 
     def __repr__(self) -> str:
@@ -155,12 +155,13 @@ class CertificateAuth:
                 continue
         else:
             raise ValueError(
-                "its certificate was signed by another authority; take all keys from one `make_keys` folder"
+                "its certificate was signed by another authority; take all keys from one folder of `gradwire keys init`"
             )
         now = datetime.datetime.now(datetime.timezone.utc)
         if not certificate.not_valid_before_utc <= now <= certificate.not_valid_after_utc:
             raise ValueError(
-                f"its certificate is not valid now (it expires at {certificate.not_valid_after_utc}); run `make_keys` again"
+                f"its certificate is valid only from {certificate.not_valid_before_utc} to "
+                f"{certificate.not_valid_after_utc}; check the clocks, or renew it with `gradwire keys init`"
             )
         if not _is_for_every_worker(certificate):
             raise ValueError("its certificate is for one worker, not for all (worker.pem)")
@@ -208,9 +209,9 @@ def read_secret(path: str | Path) -> SharedSecret:
         raise ConfigurationError(f"cannot read the secret {file} ({SECRET_FILE}): {error.strerror}") from error
     mode = stat.S_IMODE(status.st_mode)
     if status.st_uid != os.geteuid() or mode & 0o077:
+        step = f"run `chmod 600 {file}`" if status.st_uid == os.geteuid() else "copy it to a file of your own"
         raise ConfigurationError(
-            f"{file} ({SECRET_FILE}) must belong to the current user and not be accessible to others (mode {mode:o}); run "
-            f"`chmod 600 {file}`"
+            f"{file} ({SECRET_FILE}) must belong to the current user and not be accessible to others (mode {mode:o}); {step}"
         )
     if len(content) < _SECRET_BYTES:
         raise ConfigurationError(

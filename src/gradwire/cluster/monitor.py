@@ -333,7 +333,10 @@ class Monitor:
                 others[0],
             )
         return RpcTimeout(
-            f"only {len(found)} of {wanted} workers were ready after {timeout_s:g} s{text}", ", ".join(others), "run"
+            f"only {len(found)} of {wanted} workers were ready after {timeout_s:g} s{text or '; there are no others'}; "
+            "pass a larger timeout, or see Cluster.status()",
+            ", ".join(others),
+            "run",
         )
 
     def on_membership(self, callback: Callable[[MembershipEvent], object]) -> Callable[[], None]:

@@ -15,6 +15,9 @@ _SIOCGIFADDR = 0x8915
 _MAX_INTERFACE_BYTES = 15
 _ANY_PORT = 9  # nothing is sent
 
+ELSEWHERE = "192.0.2.1"
+"""An address that is reserved for documentation: the route to it is the route to other networks."""
+
 
 def address_of_interface(name: str) -> str:
     """Return the address of a network interface (``eth0``, ``ib0``), the IPv4 one if it has both.
@@ -51,7 +54,8 @@ def address_towards(host: str) -> str:
             sock.connect(to)
             return str(sock.getsockname()[0])
     except OSError as error:
+        target = "other machines" if host == ELSEWHERE else f"the driver at {host}"
         raise ConfigurationError(
-            f"{socket.gethostname()} has no route to the driver at {host}: {error}; pass interface= with a network "
-            "interface that all machines have"
+            f"{socket.gethostname()} has no route to {target}: {error}; pass interface= with a network interface that all "
+            "machines have"
         ) from error

@@ -35,7 +35,7 @@ def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy,
     now = count_room([node.free for node in nodes], bundle, strategy)
     ever = count_room([node.total for node in nodes], bundle, strategy)
     lines = [
-        f"Ray cannot place {count} bundle{'s' if count > 1 else ''} of {format_amounts(bundle)} by {strategy}: "
+        f"Ray cannot place {count} bundle{'s' if count > 1 else ''} of {format_amounts(bundle)} with strategy {strategy}: "
         f"there is room for {now} now, and for {ever} on an idle cluster."
     ]
     for node in nodes:
@@ -43,7 +43,7 @@ def explain_missing(count: int, bundle: Mapping[str, float], strategy: Strategy,
             f"{node.free.get(name, 0.0):g} of {node.total.get(name, 0.0):g} {name} free" for name in bundle
         )
         lacking = [name for name, amount in bundle.items() if node.total.get(name, 0.0) < amount]
-        never = f"; the bundle can never fit there, for {' and '.join(lacking)}" if lacking else ""
+        never = f"; the bundle can never fit there: not enough {' or '.join(lacking)}" if lacking else ""
         lines.append(f"  node {node.address} ({node.node_id[:8]}): {have}{never}")
     if not nodes:
         lines.append("  no node is alive")

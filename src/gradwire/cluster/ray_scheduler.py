@@ -219,7 +219,7 @@ class RayProcess(RemoteProcess):
         """Record how the worker ended; return False if it may come back and must be watched again."""
         try:
             lost = ray.get(self.service)
-            self._end = "left" if lost is None else f"ended because {lost}"
+            self._end = "left" if lost is None else f"ended: it lost the driver ({lost})"
         except ActorUnavailableError:
             return False
         except RayError as error:
@@ -301,7 +301,8 @@ class RayScheduler(Scheduler):
         options = ", ".join(f"{name}={value!r}" for name, value in self._options.actor_options().items())
         lines = [
             f"Ray {ray.__version__} at {ray.get_runtime_context().gcs_address}, {how}",
-            f"one bundle {format_amounts(self._options.bundle)} for each worker, placed by {self._options.strategy}",
+            f"one bundle {format_amounts(self._options.bundle)} for each worker, placed with strategy "
+            f"{self._options.strategy}",
             f"one actor {GradwireWorker.__name__} in each bundle: {options}, runtime_env={self._options.runtime_env!r}",
         ]
         with self._lock:

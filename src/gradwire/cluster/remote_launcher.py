@@ -33,7 +33,7 @@ from gradwire.cluster.scheduler import RemoteProcess, Scheduler
 from gradwire.cluster.supervision import SupervisionOptions
 from gradwire.cluster.worker import Worker
 from gradwire.config import WorkerConfig
-from gradwire.errors import AuthenticationFailed, GradwireError, RpcError, WorkerStartFailed
+from gradwire.errors import AuthenticationFailed, DecodeError, GradwireError, RpcError, WorkerStartFailed
 from gradwire.observe.log import get_logger
 from gradwire.rpc.agent import Agent
 from gradwire.rpc.api import set_current_agent
@@ -572,10 +572,12 @@ def _exchange(
             f"{who} was not ready after {timeout_s:.1f} s; raise start_timeout_s (or timeout, for add_workers), or check "
             f"what its process is doing.{detail}"
         ) from error
-    except GradwireError as error:
+    except DecodeError as error:
         raise WorkerStartFailed(
             f"cannot read the reply of {who}: {error}; install the same version of gradwire on all machines"
         ) from error
+    except GradwireError as error:
+        raise WorkerStartFailed(f"cannot exchange messages with {who}: {error}") from error
     except Exception as error:
         raise WorkerStartFailed(
             f"the scheduler cannot deliver messages to {who}: {type(error).__name__}: {error}"

@@ -27,7 +27,7 @@ from typing import Any, Literal
 from gradwire import _interrupts
 from gradwire.cluster.kv_store import FolderStore, make_private_folder
 from gradwire.cluster.message_auth import NoAuth
-from gradwire.cluster.network_address import address_towards
+from gradwire.cluster.network_address import ELSEWHERE, address_towards
 from gradwire.cluster.remote_worker import RemoteWorker
 from gradwire.cluster.scheduler import RemoteProcess
 from gradwire.cluster.store_exchange import DriverExchange, ExchangeProcess, Hello, WorkerExchange
@@ -35,7 +35,6 @@ from gradwire.errors import ConfigurationError, RendezvousFailed, WorkerLost, Wo
 
 _TOPIC = "slurm"
 _LOOPBACK = "127.0.0.1"
-_ELSEWHERE = "192.0.2.1"  # reserved for documentation: the way there is the way to other networks
 _LOOK_AT_JOB_S = 2.0  # Slurm's accounting is a shared service
 _END_S = 2.0  # for tasks to end by themselves
 _LOOK_S = 0.05
@@ -207,7 +206,7 @@ class SlurmScheduler:
             raise WorkerStartFailed(f"{error}. {' '.join(job.state_text() for job in jobs)}") from error
 
     def bind_host(self) -> str:
-        return _LOOPBACK if self._options.executor == "local" else address_towards(_ELSEWHERE)
+        return _LOOPBACK if self._options.executor == "local" else address_towards(ELSEWHERE)
 
     def describe(self) -> str:
         return "\n".join(job.describe() for job in self._jobs) or "no job was submitted"
@@ -241,7 +240,9 @@ class SlurmScheduler:
                 self._executor.update_parameters(**job_parameters(self._options, nodes, tasks_per_node))
                 job = self._executor.submit(run_task, str(self._store.where), first, self._start_timeout_s)
             except Exception as error:  # whatever sbatch complains about
-                raise WorkerStartFailed(f"Slurm rejected the job: {error}") from error
+                scheduler = "Slurm" if self._options.executor == "slurm" else "submitit"
+                text = f"{scheduler} did not accept the job: {type(error).__name__}: {error}"
+                raise WorkerStartFailed(text) from error
             made = _Job(job, range(first, first + nodes * tasks_per_node), self._options.executor)
             self._jobs.append(made)
         return made

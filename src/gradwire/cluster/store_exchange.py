@@ -279,7 +279,7 @@ class ExchangeProcess:
 
     def _check(self) -> None:
         if (reason := self.end_reason()) is not None:
-            raise WorkerStartFailed(f"{self.place} could not become a worker: {reason}")
+            raise WorkerStartFailed(reason)
 
 
 class WorkerExchange:

@@ -50,7 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore torch's functions and classes, once it was called as often as `install`. Without `install`, do nothing."""
+    """Restore torch's functions and classes when called as often as `install`. Without `install`, do nothing."""
     global _installed, _depth
     with _lock:
         _depth = max(0, _depth - 1)

@@ -238,7 +238,11 @@ def _find_leak() -> RRefError | None:
     known = rref_context.here()
     held = known.num_held
     holders = ", ".join(f"{name} ({count})" for name, count in known.holders().items())
-    return RRefError(f"Leaking RRefs: {held} values are still referenced, by {holders}") if held else None
+    return (
+        RRefError(f"Leaking RRefs: other workers still have references to values of this one ({held}): {holders}")
+        if held
+        else None
+    )
 
 
 # -- calls -----------------------------------------------------------------------------------------------------------------

@@ -81,7 +81,7 @@ class RemoteModule(nn.Module):
 
     Raises:
         ConfigurationError: `remote_device` or `concurrency` is not valid.
-        RuntimeError: The device does not exist in torch.
+        RuntimeError: The device is not a valid torch device.
         NotInitialized: This process is not a worker.
         CannotSend, LimitExceeded: `module_cls` or an argument cannot be sent.
         RpcTimeout: The module was not created within the default timeout of calls.
@@ -132,7 +132,7 @@ class RemoteModule(nn.Module):
 
         Raises:
             ConfigurationError: `remote_device` is not valid.
-            RuntimeError: The device does not exist in torch.
+            RuntimeError: The device is not a valid torch device.
         """
         module_owner.parse_placement(remote_device)
         made = RemoteModule.__new__(RemoteModule)
@@ -164,7 +164,12 @@ class RemoteModule(nn.Module):
         return self._call(*self._forward_call(args, kwargs))
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture[Any]:
-        """Start the module on its owner and return a future for the result."""
+        """Start the module on its owner and return a future for the result.
+
+        Raises:
+            CannotSend: An argument cannot be sent.
+            OwnerLost: The owner is gone.
+        """
         return self._start(*self._forward_call(args, kwargs))
 
     def _forward_call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, tuple[Any, ...]]:

@@ -67,7 +67,7 @@ class GroupReader:
     @takes_parameters
     def read(self, group: Any) -> Group:
         if not isinstance(group, dict) or "params" not in group:
-            raise ConfigurationError(f'a parameter group is a dict with "params", not {type(group).__name__}')
+            raise ConfigurationError(f'a parameter group is a dict with the key "params", not {group!r:.100}')
         params = group["params"]
         if isinstance(params, set):
             raise ConfigurationError("parameters in a set have no order; pass a list")

@@ -146,7 +146,7 @@ class Held:
 
 def lending_grads(params: Iterable[torch.Tensor]) -> Held:
     """Surround code that uses or changes ``.grad`` of parameters: a step lends them the gradients of its contexts."""
-    return Held(GradClaim(params), "another optimizer, or hooks of a pass, are using .grad")
+    return Held(GradClaim(params), "another optimizer, or a hook of a backward pass, is using .grad")
 
 
 def time_left() -> float:

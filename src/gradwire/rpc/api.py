@@ -170,7 +170,9 @@ def init_rpc(
 
     Raises:
         ConfigurationError: An argument is wrong, or this process is already a worker.
-        RendezvousFailed: Not every rank arrived in time; the message lists the missing ones.
+        DuplicateWorker: Another rank has the same name or rank.
+        RendezvousFailed: The ranks could not meet: some did not arrive in time (the message lists them), one was refused, or
+            the meeting point cannot be used.
         TypeError: `rpc_backend_options` is not an options object.
     """
     _check_no_agent()
@@ -258,7 +260,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Args:
         graceful: Wait until every live worker has called `shutdown` and all calls have completed. Without `world_size`,
-            wait only for this worker's own calls.
+            wait only for the calls that this worker has made or is serving.
         timeout: Seconds to wait for that; 0 waits as long as the other workers are alive.
 
     Raises:

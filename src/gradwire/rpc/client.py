@@ -436,7 +436,7 @@ class Client:
     def _report_unanswered(self, calls: CallTable, now: float) -> None:
         """Log calls that have run for long, each once; that is not unusual, so the level is INFO."""
         for call in list(calls.values()):
-            if call.started > now - LONG_CALL_S or call.function.startswith("~") or now < self._next_report:
+            if call.started > now - LONG_CALL_S or call.is_control or now < self._next_report:
                 return  # the others began later
             if not call.is_reported:
                 call.is_reported, self._next_report = True, now + _REPORT_INTERVAL_S
@@ -453,7 +453,7 @@ class Client:
                 now = time.monotonic()
                 self.finish(call, None, RpcTimeout(call.timeout_text(phase, now), call.worker, phase))
 
-        if call.function.startswith("~"):
+        if call.is_control:
             end("unknown")
         else:
             self._tell_to_drop(call, end)

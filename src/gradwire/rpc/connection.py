@@ -528,7 +528,7 @@ class Connection:
         elif goodbye is not None and goodbye != "shutdown":
             reason, is_cut = f"it closed the connection: {goodbye}", self.peer is not None
             if self.peer is None:
-                _log.info("%s closed a connection: %s", name, goodbye)
+                _log.info("%s: worker %s closed its connection: %s", agent.info.name, name, goodbye)
         else:
             ended = "connection closed unexpectedly (the process died or was killed, or the network failed)"
             reason = "it has shut down" if goodbye else ended

@@ -88,8 +88,10 @@ def _check_map(name: str, report: DeviceReport, to: str, target: DeviceReport | 
             _check_there(f"Node {name} has {side} devices with invalid indices {where}", used, owner)
         elif not set(used) <= {*owner.devices, _CPU}:
             more = ", ".join(sorted(set(used) - {*owner.devices, _CPU}))
+            whose = clean(to) if side == "target" else name
             raise ConfigurationError(
-                f"Node {name} has unexpected {side} devices {where}: {more}, and devices= has {', '.join(owner.devices)}"
+                f"Node {name} has unexpected {side} devices {where}: {more}; devices= of {whose} lists only "
+                f"{', '.join(owner.devices)}"
             )
 
 

@@ -22,7 +22,7 @@ ASYNC_MARK = "_wrapped_async_rpc_function"  # the attribute that torch's decorat
 
 
 def expose(function: Any = None, *, name: str | None = None) -> Any:
-    """Mark a function (or a dataclass or namedtuple that arguments may hold) as callable with ``trust="data"``.
+    """Mark a function (or a dataclass, named tuple or enum that arguments may hold) as callable with ``trust="data"``.
 
     A module class can be exposed too: other workers may then create such modules here (`gradwire.nn.RemoteModule`).
 
@@ -31,7 +31,7 @@ def expose(function: Any = None, *, name: str | None = None) -> Any:
         name: The name by which others call it; ``module:qualname`` if not given.
 
     Raises:
-        ConfigurationError: The name is not valid, or another function is exposed under it.
+        ConfigurationError: The name is not valid or already taken, or the class is of another kind.
     """
     if function is None:
         return functools.partial(expose, name=name)

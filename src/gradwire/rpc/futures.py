@@ -195,7 +195,9 @@ def _deadline_of(timeout: float | None) -> float:
     if timeout is None:
         return float("inf")
     if not timeout >= 0:
-        raise ConfigurationError(f"wait() takes a number of seconds or None, not {timeout!r}")
+        raise ConfigurationError(
+            f"the timeout of wait() must be None or a number of seconds, 0 or more, not {timeout!r}"
+        )
     return time.monotonic() + timeout
 
 

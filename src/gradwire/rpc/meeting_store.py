@@ -341,9 +341,12 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
             return TorchStore(store, where, timeout_s, reopen=reopen)
         except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:
             if time.monotonic() >= deadline:
-                raise RendezvousFailed(
-                    f"rank 0 never arrived: rank {rank} waited for it at {where} for {timeout_s:g} s. {START_RANK_0}"
-                ) from error
+                what, advice = "rank 0 never arrived", START_RANK_0
+                if rank == 0:  # a launcher serves the store
+                    what = "the launcher's store never answered"
+                    advice = "Check MASTER_ADDR and MASTER_PORT, and that the launcher is still running"
+                text = f"{what}: rank {rank} waited for it at {where} for {timeout_s:g} s. {advice}"
+                raise RendezvousFailed(text) from error
             if _speaks_tls(host, port):
                 raise RendezvousFailed(
                     f"rank 0 serves the meeting point {where} with TLS, but rank {rank} has no keys; pass tls= to every "

@@ -83,7 +83,7 @@ class Peer:
         while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if time.monotonic() >= deadline:
-                text = f"RPC ran for more than set timeout: no connection to worker {self.name} (phase: connect)"
+                text = f"RPC ran for more than set timeout: no connection to worker {self.name} yet (phase: connect)"
                 raise RpcTimeout(text, self.name, "connect")
         try:
             return self.lanes.get(kind) or self._open(limit)[kind]
@@ -211,8 +211,8 @@ class Peer:
 
     def lost(self, reason: str, call: PendingCall | None = None) -> WorkerLost:
         """Return the error to raise for a call to this worker, or because it cannot be reached."""
-        what = f"call to {call.function} on worker {self.name} failed" if call else f"worker {self.name} is lost"
-        outcome = "; it is unknown whether the function ran there" if call else ""
+        what = f"{call.what} failed" if call else f"worker {self.name} is lost"
+        outcome = "; it is unknown whether the function ran there" if call and not call.is_control else ""
         seen = f", last heard from {time.time() - self.last_seen:.1f} s ago" if self.last_seen else ""
         return WorkerLost(f"{what}: {self.lost_reason or reason}{seen}{outcome}", self.name, self.last_seen)
 
@@ -454,7 +454,7 @@ class StaticDirectory:
             known = self._by_name.get(name)
             if known is None and self.is_complete:
                 raise AuthenticationFailed(
-                    f"{name} with rank {rank} does not belong to this cluster of {len(self._by_name)}"
+                    f"{name} with rank {rank} does not belong to this cluster of {len(self._by_name)} workers"
                 )
             if known is None or known.incarnation <= address.incarnation:
                 self._by_name[name] = address

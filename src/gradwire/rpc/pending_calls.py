@@ -29,7 +29,7 @@ _NO_DEADLINE: Final = float("inf")
 PHASE_TEXT: Final = {
     "connect": "it could not be reached",
     "send": "its connection accepted no more data, or the request had not arrived",
-    "held": "it is not serving calls yet: they are held until it calls gradwire.rpc.start_serving()",
+    "held": "it is not serving calls yet, and holds them until it calls gradwire.rpc.start_serving()",
     "queue": "the call was waiting for a free worker thread there",
     "run": "the function was still running there",
     "reply": "the function had returned and its result was on the way",
@@ -77,6 +77,17 @@ class PendingCall(msgspec.Struct, eq=False):
         state = "done" if self.is_done else "expiring" if self.is_expiring else "pending"
         return f"<call {self.call_id} {self.function} on {self.worker} {state}>"
 
+    @property
+    def is_control(self) -> bool:
+        """Whether it is an operation of gradwire itself."""
+        return self.function.startswith("~")
+
+    @property
+    def what(self) -> str:
+        """What it is, for messages."""
+        operation = f"internal operation {self.function[1:]}" if self.is_control else f"call to {self.function}"
+        return f"{operation} on worker {self.worker}"
+
     def wake(self) -> None:
         """Wake the threads that wait; call it when `is_done` is set."""
         for waiter in list(self.waiters):
@@ -84,8 +95,7 @@ class PendingCall(msgspec.Struct, eq=False):
 
     def timeout_text(self, phase: str, now: float) -> str:
         return (
-            f"RPC ran for more than set timeout: call to {self.function} on worker {self.worker} timed out after "
-            f"{now - self.started:.3g} s: "
+            f"RPC ran for more than set timeout: {self.what} timed out after {now - self.started:.3g} s: "
             f"{PHASE_TEXT[phase]} (phase: {phase}). Pass a larger timeout, or check what that worker is doing"
         )
 

@@ -500,7 +500,7 @@ class Meeting:
         if not missing:
             return RendezvousFailed(
                 f"rank {self._rank} ({self._agent.info.name}) did not complete the rendezvous in time, although "
-                f"{self._where} has an address of each of the {self._world_size} ranks. Check that every rank is running "
+                f"{self._where} has an address for each of the {self._world_size} ranks. Check that every rank is running "
                 f"(an address may be left from an earlier run) and can connect to rank 0, or raise init_timeout{last}"
             )
         return RendezvousFailed(

@@ -572,7 +572,7 @@ class StoreClient(_Store):
         return answer
 
     def _lost(self, cause: BaseException) -> MeetingPointLost:
-        error = MeetingPointLost(f"the meeting point {self._where} is not responding: {cause}")
+        error = MeetingPointLost(f"lost the meeting point {self._where}: {cause}")
         error.__cause__ = cause
         return error
 

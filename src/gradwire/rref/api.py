@@ -213,15 +213,29 @@ class RRef(Generic[T]):
             self._known.on_dropped(state)
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy: ``rref.rpc_sync().method(*args)`` calls a method on the owner and returns its result."""
+        """Return a proxy: ``rref.rpc_sync().method(*args)`` calls a method on the owner and returns its result.
+
+        The call raises what the method raises, `RpcTimeout` or `OwnerLost`.
+
+        Args:
+            timeout: Seconds for each call; 0 for no limit; the default timeout of calls if not given.
+        """
         return Proxy(lambda *call: self._ask(INVOKE, call, timeout))
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy: ``rref.rpc_async().method(*args)`` calls a method on the owner and returns a future."""
+        """Return a proxy: ``rref.rpc_async().method(*args)`` calls a method on the owner and returns a future.
+
+        Args:
+            timeout: Seconds for each call; 0 for no limit; the default timeout of calls if not given.
+        """
         return Proxy(lambda *call: self._submit(INVOKE, call, timeout))
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """Return a proxy: ``rref.remote().method(*args)`` calls a method and returns a reference to its result."""
+        """Return a proxy: ``rref.remote().method(*args)`` calls a method and returns a reference to its result.
+
+        Args:
+            timeout: Seconds for each call; 0 for no limit; the default timeout of calls if not given.
+        """
 
         def call(*parts: Any) -> RRef[Any]:
             name, args = self._prepare(parts, timeout)

@@ -64,7 +64,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
         with while_waiting():
             if not _interrupts.acquire(done, min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
                 text = f"RPC ran for more than set timeout: {what} (phase: run)"
-                raise RpcTimeout(f"{text}. Pass a larger timeout, or raise rpc_timeout", worker, "run")
+                raise RpcTimeout(f"{text}. Raise rpc_timeout, or pass a larger timeout to to_here()", worker, "run")
 
     def check(self) -> None:
         """Raise the error, if any: the owner is lost, the reference was deleted, or the creating function failed."""
@@ -188,7 +188,9 @@ def deleted(rref_id: int) -> Callable[[], Exception]:
 
 
 def _freed(rref_id: int) -> RRefError:
-    return RRefError(f"the value of reference {describe(rref_id)} was freed: no worker referred to it any longer")
+    return RRefError(
+        f"the value of reference {describe(rref_id)} was freed: no worker held a reference to it; create it again"
+    )
 
 
 def keep_leaves(value: Any) -> Any:

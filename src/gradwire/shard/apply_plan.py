@@ -325,9 +325,10 @@ def _find_lacking(inventories: Sequence[Inventory], source: int) -> dict[str, li
                 continue
             there = inventories[source].get(name)
             if there is None or there[:2] != (size, dtype):
+                has = "no tensor of that name" if there is None else f"one of size {there[0]} and {there[1]}"
                 raise ValueError(
-                    f"{name} on rank {rank} is on the meta device, and rank {source}, the source, has no such tensor: "
-                    f"{there} instead of size {size} and {dtype}"
+                    f"{name} on rank {rank} is on the meta device with size {size} and {dtype}, but rank {source}, the "
+                    f"source, has {has}; create the same module on every rank"
                 )
             if there[2]:
                 found.setdefault(name, []).append(rank)

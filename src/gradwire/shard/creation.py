@@ -195,7 +195,7 @@ def divide_tensor(
 
 def check_source(group: GroupBackend | None, src_rank: Any) -> None:
     if group is not None and (type(src_rank) is not int or src_rank not in group.participants):
-        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(group.participants)}")
+        raise ValueError(f"src_rank {src_rank!r} is not a rank of the group, which has {len(group.participants)} ranks")
 
 
 # -- from a source to its shards --------------------------------------------------------------------------------------

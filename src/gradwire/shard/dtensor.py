@@ -118,7 +118,7 @@ def from_dtensor(dtensor: DTensor) -> ShardedTensor:
     local = dtensor.to_local()
     if tuple(local.size()) != boxes[dist.get_rank()].sizes:
         raise ValueError(
-            f"this rank's part of the DTensor has size {list(local.size())}, and {placements} on {mesh} mean "
+            f"this rank's part of the DTensor has size {list(local.size())}, but {placements} on {mesh} require "
             f"{list(boxes[dist.get_rank()].sizes)}"
         )
     properties = TensorProperties(dtensor.dtype, requires_grad=local.requires_grad)
@@ -152,7 +152,10 @@ def _group_of(mesh: DeviceMesh) -> Any:
         return mesh.get_group()
     if mesh.size() == dist.get_world_size():
         return dist.group.WORLD
-    raise ValueError(f"{mesh} has {mesh.ndim} axes and not all ranks, so there is no process group of all its ranks")
+    raise ValueError(
+        f"{mesh} has {mesh.ndim} axes and does not cover all ranks, so no process group has exactly its ranks; use a mesh "
+        "of all ranks, or of one axis"
+    )
 
 
 def _device(dtensor: DTensor, rank: int) -> str:

@@ -29,7 +29,7 @@ class DevicePlacementSpec(PlacementSpec):
 
     Raises:
         ValueError: The string is malformed.
-        RuntimeError: The device does not exist in torch.
+        RuntimeError: The device is not a valid torch device.
         TypeError: It is neither a string nor a `torch.device`.
     """
 
@@ -79,7 +79,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     Raises:
         ValueError: `dim` is not an integer, there are no placements, or the string of one is malformed.
-        RuntimeError: The device of a placement does not exist in torch.
+        RuntimeError: The device of a placement is not a valid torch device.
         TypeError: A placement is not a string, `torch.device` or remote device, or `placements` is a string.
         NotImplementedError: `dim` is a name.
     """

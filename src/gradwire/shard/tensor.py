@@ -206,8 +206,8 @@ class ShardedTensor(ShardedTensorBase):
             return _references_to_shards(self)
         if self._remote_shards is None:
             raise RuntimeError(
-                "No RRefs to remote shards: ShardedTensor created with init_rrefs=False, no RRefs to remote shards "
-                "available. Make it with init_rrefs=True in ranks that are RPC workers"
+                "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available; create it with "
+                "init_rrefs=True in ranks that are RPC workers"
             )
         return self._remote_shards
 
@@ -249,7 +249,7 @@ class ShardedTensor(ShardedTensorBase):
         target: Place = dst if isinstance(self._backend, GroupBackend) else self._backend.own_place
         if self._backend.participants and target not in self._backend.participants:  # not known outside of the group
             raise ValueError(
-                f"gather: dst={dst} is not a rank of the group, which has {len(self._backend.participants)}"
+                f"gather: dst={dst} is not a rank of the group, which has {len(self._backend.participants)} ranks"
             )
         layout = everywhere(self.size(), [target])
         with torch.no_grad():
@@ -261,10 +261,12 @@ class ShardedTensor(ShardedTensorBase):
             if out is not None:
                 # Checked only now: the other ranks do not know of it.
                 if out.size() != self.size():
-                    raise ValueError(f"gather: out has size {list(out.size())}, the sharded tensor {list(self.size())}")
+                    raise ValueError(
+                        f"gather: out has size {list(out.size())}, but the sharded tensor has size {list(self.size())}"
+                    )
                 if out.dtype != self.dtype and not enforce_dtype:
                     raise ValueError(
-                        f"gather: out has {out.dtype}, the sharded tensor {self.dtype}; pass enforce_dtype=True"
+                        f"gather: out has {out.dtype}, but the sharded tensor has {self.dtype}; pass enforce_dtype=True"
                     )
                 return out.copy_(value)
             value = value.clone() if is_view(value) or any(value is part for part in self._parts) else value.detach()

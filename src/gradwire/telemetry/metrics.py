@@ -47,7 +47,11 @@ _GAUGES = (
         "Calls being executed by the worker, including those waiting for other calls.",
         lambda found: found.num_running,
     ),
-    _Gauge("gradwire_calls_queued", "Calls that wait for a free thread of the worker.", lambda found: found.num_queued),
+    _Gauge(
+        "gradwire_calls_queued",
+        "Calls that wait for a free thread of the worker, or until it serves calls.",
+        lambda found: found.num_queued,
+    ),
     _Gauge("gradwire_contexts", "Autograd contexts that the worker takes part in.", lambda found: found.num_contexts),
     _Gauge("gradwire_backward_running", "Backward passes in progress on the worker.", lambda found: found.num_passes),
 )

@@ -351,9 +351,9 @@ def check_files(keys: TlsKeys) -> None:
     issuer = next((authority for authority in authorities if _is_issued_by(certificate, authority)), None)
     if issuer is None:
         raise ConfigurationError(
-            f"{keys.certificate} was not signed by {keys.ca}; take both from one `make_keys` folder"
+            f"{keys.certificate} was not signed by {keys.ca}; take both from one folder of `gradwire keys init`"
         )
-    _check_time(certificate, keys.certificate, "run `make_keys` again with the same folder to renew it")
+    _check_time(certificate, keys.certificate, "renew it with `gradwire keys init` in the same folder")
     _check_time(issuer, keys.ca, "make new keys in an empty folder")
 
 
@@ -386,7 +386,9 @@ def read_facts(path: Path, ca: Path) -> CertificateFacts:
     certificate = _read_certificates(path)[0]
     key = certificate.public_key()
     if not isinstance(key, ec.EllipticCurvePublicKey):
-        raise ConfigurationError(f"{path} is not a certificate for an elliptic-curve key; make one with `make_keys`")
+        raise ConfigurationError(
+            f"{path} is not a certificate for an elliptic-curve key; create one with `gradwire keys init`"
+        )
     problem = None
     try:
         _check_time(certificate, path, "renew it with `gradwire keys init` or `gradwire keys sign`")
@@ -433,7 +435,9 @@ def _check_pair(
     certificate: x509.Certificate, certificate_file: Path, key: ec.EllipticCurvePrivateKey, key_file: Path
 ) -> None:
     if certificate.public_key() != key.public_key():
-        raise ConfigurationError(f"{key_file} is not the key of {certificate_file}; take both from one `make_keys` run")
+        raise ConfigurationError(
+            f"{key_file} is not the key of {certificate_file}; take both from one folder of `gradwire keys init`"
+        )
 
 
 def _read_certificates(path: Path) -> list[x509.Certificate]:
@@ -453,7 +457,7 @@ def _read_key(path: Path) -> ec.EllipticCurvePrivateKey:
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:  # TypeError: it is encrypted
         raise ConfigurationError(f"{path} is not an unencrypted private key in PEM format: {error}") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigurationError(f"{path} is not an elliptic-curve key; make one with `make_keys`")
+        raise ConfigurationError(f"{path} is not an elliptic-curve key; create one with `gradwire keys init`")
     return key
 
 
@@ -461,7 +465,9 @@ def _read_file(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except FileNotFoundError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror}; create it with `make_keys`") from error
+        raise ConfigurationError(
+            f"cannot read {path}: {error.strerror}; create it with `gradwire keys init`"
+        ) from error
     except OSError as error:
         raise ConfigurationError(
             f"cannot read {path}: {error.strerror}; it must be a file that this user can read"

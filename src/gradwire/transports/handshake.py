@@ -163,7 +163,7 @@ class ListenerHandshake:
             raise AuthenticationFailed(f"{me.info.name} has restarted; this is a different incarnation")
         if hello.trust != self._identity.trust:
             raise AuthenticationFailed(
-                f'peer has trust="{hello.trust}", this worker trust="{self._identity.trust}"; start all workers '
-                "with the same trust"
+                f'peer has trust="{hello.trust}", this worker trust="{self._identity.trust}" (peer: {sender.info.name}, '
+                f"this worker: {me.info.name}); start all workers with the same trust"
             )
         _check_versions(self._identity, sender, hello.versions)

@@ -601,7 +601,9 @@ def _num_bytes(buffer: Buffer) -> int:
 def check_exhausted(error: OSError) -> None:
     """Distinguish running out of descriptors from a peer that does not listen."""
     if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-        raise ResourceExhausted(f"cannot open a connection: {error}; raise the limit (ulimit -n)") from error
+        has_few_descriptors = error.errno in (errno.EMFILE, errno.ENFILE)
+        step = "raise the limit (ulimit -n)" if has_few_descriptors else "free some memory on this machine"
+        raise ResourceExhausted(f"cannot open a connection: {error}; {step}") from error
 
 
 def end_socket(sock: socket.socket) -> None:

@@ -138,7 +138,9 @@ def certified_names(sock: ssl.SSLSocket) -> frozenset[str]:
     except ValueError as error:
         raise AuthenticationFailed(f"the peer's certificate cannot be read: {error}") from error
     if not names:
-        raise AuthenticationFailed("the peer's certificate does not name a worker; make one with `make_keys`")
+        raise AuthenticationFailed(
+            "the peer's certificate does not name a worker; create one with `gradwire keys init`"
+        )
     return names
 
 
@@ -147,8 +149,8 @@ def check_identity(names: Iterable[str], worker_name: str) -> None:
     allowed = frozenset(names)
     if ANY_WORKER not in allowed and worker_name not in allowed:
         raise AuthenticationFailed(
-            f"worker {worker_name!r} presented a certificate for {sorted(allowed)}; start it with the one that `make_keys` "
-            f"wrote for {worker_name!r}"
+            f"worker {worker_name!r} presented a certificate for {sorted(allowed)}; start it with one for its "
+            "own name (`gradwire keys init`)"
         )
 
 

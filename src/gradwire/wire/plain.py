@@ -326,7 +326,9 @@ def register_plain_class(cls: type[T], name: str | None = None) -> type[T]:
 
         _register(PlainClass(cls, name, lambda member: (member.name,), find_member))
     else:
-        raise ConfigurationError(f"{cls!r} is not a dataclass, named tuple or enum; use register_plain_type")
+        raise ConfigurationError(
+            f"{cls!r} cannot be exposed: it is not a dataclass, named tuple, enum or module class; send its fields instead"
+        )
     return cls
 
 
@@ -366,7 +368,9 @@ def _dataclass(cls: type, name: str) -> PlainClass:
         item._field_type is dataclasses._FIELD_INITVAR  # type: ignore[attr-defined]
         for item in annotations.values()
     ):
-        raise ConfigurationError(f"{cls!r} has an InitVar, whose value is not stored; use register_plain_type")
+        raise ConfigurationError(
+            f"{cls!r} has an InitVar, whose value is not stored; remove it, or send its fields instead"
+        )
     given = [item.name for item in fields if item.init]
     derived = [item.name for item in fields if not item.init]
     names = given + derived

@@ -171,7 +171,7 @@ class TestWorkers:
     def test_describe_says_what_was_started(self, cluster: gradwire.Cluster) -> None:
         text = cluster.describe()
         assert f"Ray {ray.__version__} at " in text
-        assert "one bundle {CPU: 1} for each worker, placed by SPREAD" in text
+        assert "one bundle {CPU: 1} for each worker, placed with strategy SPREAD" in text
         assert "num_cpus=1, num_gpus=0, resources={}, max_restarts=0, max_task_retries=0" in text
         for worker in cluster.workers:
             assert f"process {worker.pid} " in text

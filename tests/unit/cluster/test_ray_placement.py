@@ -38,8 +38,9 @@ def test_what_is_missing_is_said_for_each_node() -> None:
         Node("b" * 40, "10.0.0.5", LARGE, {"CPU": 8.0, "GPU": 1.0}),
     ]
     assert explain_missing(3, {"CPU": 2, "GPU": 1}, "SPREAD", nodes).splitlines() == [
-        "Ray cannot place 3 bundles of {CPU: 2, GPU: 1} by SPREAD: there is room for 1 now, and for 2 on an idle cluster.",
-        "  node 10.0.0.4 (aaaaaaaa): 1 of 2 CPU free, 0 of 0 GPU free; the bundle can never fit there, for GPU",
+        "Ray cannot place 3 bundles of {CPU: 2, GPU: 1} with strategy SPREAD: there is room for 1 now, and for 2 on an idle "
+        "cluster.",
+        "  node 10.0.0.4 (aaaaaaaa): 1 of 2 CPU free, 0 of 0 GPU free; the bundle can never fit there: not enough GPU",
         "  node 10.0.0.5 (bbbbbbbb): 8 of 8 CPU free, 1 of 2 GPU free",
         "Free resources, add nodes, or request less with n, resources or strategy.",
     ]

@@ -45,7 +45,7 @@ def make_meeting(agent: Any, present: set[int]) -> Meeting:
             r"^rank 2 never arrived at tcp://node:1: rank 1 \(w1\) waited for world_size=3\. Start the missing ranks",
         ),
         ({1}, "^ranks 0, 2 never arrived at tcp://node:1"),
-        ({0, 1, 2}, r"^rank 1 \(w1\) did not complete the rendezvous .* an address of each of the 3 ranks\. Check"),
+        ({0, 1, 2}, r"^rank 1 \(w1\) did not complete the rendezvous .* an address for each of the 3 ranks\. Check"),
     ],
 )
 def test_who_is_missing_is_named(present: set[int], words: str) -> None:
