@@ -161,7 +161,7 @@ def test_a_thread_may_stop_waiting_while_the_call_goes_on(pair: list[Agent], is_
         with pytest.raises(WaitTimeout, match="wait again"):
             future.wait(timeout=timeout)
     for wrong in (-1, float("nan")):
-        with pytest.raises(ConfigurationError, match="seconds or None"):
+        with pytest.raises(ConfigurationError, match="must be None or a number of seconds"):
             future.wait(wrong)
     assert not call.done()
     handlers.gate.set()

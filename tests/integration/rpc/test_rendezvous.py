@@ -450,7 +450,7 @@ def test_a_rank_with_the_certificate_of_another_is_not_let_in(
     make_keys(tmp_path / "keys", ["w0", "w1"])
     shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0')"
     for error in _fail_to_meet(make_puppets(2), tcp_meeting, [shown, shown]):
-        assert re.search(r"rank 1 \(w1\) cannot join .* wrote for 'w1'", error.text), error
+        assert re.search(r"rank 1 \(w1\) cannot join .* start it with one for its own name", error.text), error
 
 
 def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
@@ -461,7 +461,7 @@ def test_a_rank_with_the_certificate_of_another_is_not_logged_over_and_over(
     puppets[0].do(f"os.dup2(os.open({str(log)!r}, os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)")
     shown = f"tls=keys_for({str(tmp_path / 'keys')!r}, 'w0'), transports=('tcp',)"
     for error in _fail_to_meet(puppets, meeting, [shown, shown]):
-        assert re.search(r"rank 1 \(w1\) cannot join .* wrote for 'w1'", error.text), error
+        assert re.search(r"rank 1 \(w1\) cannot join .* start it with one for its own name", error.text), error
     assert 1 <= log.read_text().count("w0 refused a connection") <= 4
 
 

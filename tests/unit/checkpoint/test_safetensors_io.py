@@ -132,7 +132,7 @@ class Special(torch.Tensor):
         (torch.eye(2).to_sparse(), "layout is torch.sparse_coo; save its indices and values"),
         (torch.empty(2, device="meta"), "meta device"),
         (torch.ones(2).as_subclass(Special), "it is a Special"),
-        (torch.zeros(2, dtype=torch.float8_e8m0fnu), "its dtype is torch.float8_e8m0fnu"),
+        (torch.zeros(2, dtype=torch.float8_e8m0fnu), "its dtype, torch.float8_e8m0fnu, is not supported"),
     ],
 )
 def test_tensors_without_plain_bytes_are_refused(tensor: torch.Tensor, why: str) -> None:
