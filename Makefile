@@ -81,8 +81,8 @@ dist-check: dist
 	$(BIN)/python .ci/check_wheel.py
 
 sdist-check: dist
-	folder=$$(mktemp -d) && tar -xzf dist/gradwire-*.tar.gz -C $$folder --strip-components 1 && $(MAKE) -C $$folder test; \
-	  status=$$?; rm -rf "$$folder"; exit $$status
+	folder=$$(mktemp -d) && trap 'rm -rf "$$folder"' EXIT && trap 'exit 130' INT TERM && \
+	  tar -xzf dist/gradwire-*.tar.gz -C "$$folder" --strip-components 1 && $(MAKE) -C "$$folder" test
 
 search: $(STAMP)
 	GRADWIRE_LARGE_SEARCHES=1 $(BIN)/python -m pytest tests/properties/test_ownership_exhaustive.py

@@ -159,7 +159,8 @@ class WorkerConfig:
             raise ConfigurationError(f"rpc_timeout must be 0 (none) or positive, not {self.rpc_timeout_s!r}")
         if self.trust not in (None, "code", "data"):
             raise ConfigurationError(f'trust must be "code" or "data", not {self.trust!r}')
-        if isinstance(self.transports, str) or not all(
+        transports: object = self.transports
+        if isinstance(transports, str) or not all(
             scheme in ("inproc", "unix", "tcp") for scheme in self.transports or ()
         ):
             raise ConfigurationError(

@@ -40,6 +40,7 @@ def test_a_port_is_a_whole_number(wrong: Any) -> None:
         ("rpc_timeout_s", None, "rpc_timeout must be"),
         ("trust", "all", "trust must be"),
         ("transports", ("carrier pigeon",), "transports must be"),
+        ("transports", "tcp", r'such as \("unix", "tcp"\), not \'tcp\''),
         ("limits", {"depth": 3}, r"limits must be a gradwire\.config\.Limits"),
         ("limits", None, r"limits must be a gradwire\.config\.Limits"),
     ],

@@ -188,7 +188,7 @@ def load(
             may be damaged while objects are being filled.
         CheckpointMismatch: The checkpoint does not fit the objects; nothing was changed.
         CheckpointBusy: Another process is removing old files from the directory.
-        CheckpointError: The index cannot be read, or has another format or version; nothing was changed. Or
+        CheckpointError: A file cannot be opened, or the index has another format or version; nothing was changed. Or
             `load_state_dict` of an object raised, or a worker died; other objects may have been filled.
         ConfigurationError: The sharded tensors are in several process groups.
     """

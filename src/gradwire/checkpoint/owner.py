@@ -229,12 +229,14 @@ def fill(place: Directory, order: LoadOrder, parts: Sequence[Part]) -> None:
             fill_stateful(saved, reader)
             with snapshots.stepping(parameters_of(parts), ()), torch.no_grad():
                 fill_tensors(saved, reader)
-    except (CheckpointMissing, CheckpointDamaged) as error:
+    except CheckpointError as error:
         raise _located(error, " (some objects may already be filled)") from error
 
 
-def _located(error: CheckpointMissing | CheckpointDamaged, when: str = "") -> CheckpointMissing | CheckpointDamaged:
-    """Return an error about a file that also names the worker that could not read it."""
+def _located(error: CheckpointError, when: str = "") -> CheckpointError:
+    """Return an error about a file that also names the worker that could not read it; other errors as they are."""
+    if type(error) not in (CheckpointError, CheckpointMissing, CheckpointDamaged):
+        return error
     text = f"on worker {worker_name()} at {socket.gethostname()}{when}: {error}"
     return type(error)(text, error.file, error.tensor)
 
@@ -329,7 +331,7 @@ def _serve_check(directory: Any, order: Any) -> None:
     place = _read_directory(directory)
     try:
         check(place, _read_order(order, CheckOrder), _check_wanted)
-    except (CheckpointMissing, CheckpointDamaged) as error:
+    except CheckpointError as error:
         raise _located(error) from error
 
 

@@ -67,7 +67,8 @@ class GroupReader:
     @takes_parameters
     def read(self, group: Any) -> Group:
         if not isinstance(group, dict) or "params" not in group:
-            raise ConfigurationError(f'a parameter group is a dict with the key "params", not {group!r:.100}')
+            found = f"one with the keys {list(group)!r:.100}" if isinstance(group, dict) else type(group).__name__
+            raise ConfigurationError(f'a parameter group is a dict with the key "params", not {found}')
         params = group["params"]
         if isinstance(params, set):
             raise ConfigurationError("parameters in a set have no order; pass a list")

@@ -393,9 +393,7 @@ class Client:
         if call.table is None or call.table.pop(call.call_id, None) is None:
             return False
         self._tell_to_drop(call, lambda phase: None)
-        self.finish(
-            call, None, CallCancelled(f"call to {call.function} on worker {call.worker} was cancelled by the caller")
-        )
+        self.finish(call, None, CallCancelled(f"{call.what} was cancelled by the caller"))
         return True
 
     def cancel_soon(self, call: PendingCall) -> None:

@@ -493,7 +493,7 @@ class Connection:
         for call in list(self.calls.values()):
             if self.calls.pop(call.call_id, None) is not None:
                 lost = self.peer.lost(reason, call) if self.peer is not None else None
-                text = f"call to {call.function} failed: {reason}"
+                text = f"{call.what} failed: {reason}"
                 self.agent.client.finish(call, None, lost or WorkerLost(text, self.info.name))
         self._room.set()
 

@@ -94,9 +94,13 @@ def open_meeting_point(
     store: MeetingStore
     if tls is None:
         is_server = rank == 0 and not is_hosted
-        store = serve_tcp_store(host, port, timeout_s) if is_server else open_tcp_store(host, port, rank, timeout_s)
+        store = (
+            serve_tcp_store(host, port, timeout_s)
+            if is_server
+            else open_tcp_store(host, port, rank, timeout_s, is_hosted=is_hosted)
+        )
     elif is_hosted:
-        hints = open_tcp_store(host, port, rank, timeout_s)
+        hints = open_tcp_store(host, port, rank, timeout_s, is_hosted=True)
         store = _open_hinted(hints, where, rank, timeout_s, tls, bind_host or facing_host, facing_host)
     elif rank == 0:
         store = secure_store.serve(host, port, tls, where)

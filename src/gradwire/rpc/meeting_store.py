@@ -316,8 +316,8 @@ def serve_tcp_store(host: str, port: int, timeout_s: float) -> TorchStore:
         ) from error
 
 
-def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchStore:
-    """Wait for torch's TCP store that another process serves, and return it.
+def open_tcp_store(host: str, port: int, rank: int, timeout_s: float, *, is_hosted: bool = False) -> TorchStore:
+    """Wait for torch's TCP store that rank 0 serves, or a launcher if `is_hosted`, and return it.
 
     Raises:
         RendezvousFailed: It does not appear in time, or requires keys.
@@ -342,7 +342,7 @@ def open_tcp_store(host: str, port: int, rank: int, timeout_s: float) -> TorchSt
         except (RuntimeError, ValueError, TimeoutError, ResourceExhausted) as error:
             if time.monotonic() >= deadline:
                 what, advice = "rank 0 never arrived", START_RANK_0
-                if rank == 0:  # a launcher serves the store
+                if is_hosted:
                     what = "the launcher's store never answered"
                     advice = "Check MASTER_ADDR and MASTER_PORT, and that the launcher is still running"
                 text = f"{what}: rank {rank} waited for it at {where} for {timeout_s:g} s. {advice}"

@@ -64,7 +64,7 @@ class _Awaited(msgspec.Struct, eq=False, kw_only=True):
         with while_waiting():
             if not _interrupts.acquire(done, min(max(0.0, deadline - time.monotonic()), threading.TIMEOUT_MAX)):
                 text = f"RPC ran for more than set timeout: {what} (phase: run)"
-                raise RpcTimeout(f"{text}. Raise rpc_timeout, or pass a larger timeout to to_here()", worker, "run")
+                raise RpcTimeout(f"{text}. Pass a larger timeout, or raise rpc_timeout", worker, "run")
 
     def check(self) -> None:
         """Raise the error, if any: the owner is lost, the reference was deleted, or the creating function failed."""

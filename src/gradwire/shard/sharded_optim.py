@@ -261,7 +261,8 @@ def _as_groups(named_params: Any) -> list[dict[str, Any]]:
 
 def _as_group(group: Any) -> dict[str, Any]:
     if not isinstance(group, Mapping) or "params" not in group:
-        raise ConfigurationError(f'a parameter group is a dict with the key "params", not {group!r:.100}')
+        found = f"one with the keys {list(group)!r:.100}" if isinstance(group, Mapping) else type(group).__name__
+        raise ConfigurationError(f'a parameter group is a dict with the key "params", not {found}')
     return dict(group)
 
 

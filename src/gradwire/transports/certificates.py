@@ -353,7 +353,11 @@ def check_files(keys: TlsKeys) -> None:
         raise ConfigurationError(
             f"{keys.certificate} was not signed by {keys.ca}; take both from one folder of `gradwire keys init`"
         )
-    _check_time(certificate, keys.certificate, "renew it with `gradwire keys init` in the same folder")
+    _check_time(
+        certificate,
+        keys.certificate,
+        "renew it with `gradwire keys init` (with --name, if it is for one worker) in the folder with ca.key",
+    )
     _check_time(issuer, keys.ca, "make new keys in an empty folder")
 
 
@@ -466,7 +470,8 @@ def _read_file(path: Path) -> bytes:
         return path.read_bytes()
     except FileNotFoundError as error:
         raise ConfigurationError(
-            f"cannot read {path}: {error.strerror}; create it with `gradwire keys init`"
+            f"cannot read {path}: {error.strerror}; create it with `gradwire keys init` (with --name, if "
+            "it is for one worker)"
         ) from error
     except OSError as error:
         raise ConfigurationError(

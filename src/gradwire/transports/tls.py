@@ -150,7 +150,7 @@ def check_identity(names: Iterable[str], worker_name: str) -> None:
     if ANY_WORKER not in allowed and worker_name not in allowed:
         raise AuthenticationFailed(
             f"worker {worker_name!r} presented a certificate for {sorted(allowed)}; start it with one for its "
-            "own name (`gradwire keys init`)"
+            f"own name (`gradwire keys init FOLDER --name {worker_name}` in the folder with ca.key)"
         )
 
 

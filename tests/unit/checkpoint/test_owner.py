@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -143,6 +146,31 @@ def test_a_pipe_holds_no_reader(reference: rpc.RRef[torch.Tensor], allowed: Path
         with pytest.raises(CheckpointDamaged, match="it is not a regular file"):
             rpc.rpc_sync("b", function, args=args, timeout=20.0)
     assert reference.to_here().tolist() == [1, 1, 1]
+
+
+@contextlib.contextmanager
+def few_descriptors(num_free: int) -> Iterator[None]:
+    """This process can open only so many more files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)  # the lowest that is free
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + num_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize(("num_free", "what"), [(0, "the directory .*"), (1, f".*/{FILE}")], ids=["directory", "file"])
+def test_a_worker_without_free_descriptors_is_named_and_calls_no_file_damaged(
+    reference: rpc.RRef[torch.Tensor], allowed: Path, num_free: int, what: str
+) -> None:
+    (allowed / FILE).write_bytes(b"")
+    text = order(tensors={"x": tensor(dtype="float32", shape=(3,))})
+    with few_descriptors(num_free), pytest.raises(CheckpointError) as caught:
+        rpc.rpc_sync("b", owner.CHECK, args=(str(allowed), text), timeout=20.0)
+    assert type(caught.value) is CheckpointError
+    assert re.search(rf"on worker b at .*: cannot open {what}: Too many open files", str(caught.value))
 
 
 def test_nothing_is_read_for_a_worker_that_has_given_up(
