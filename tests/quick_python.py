@@ -21,6 +21,7 @@ import contextlib
 import ctypes
 import fcntl
 import functools
+import gc
 import importlib
 import json
 import multiprocessing.util
@@ -35,6 +36,7 @@ import tempfile
 import threading
 import traceback
 import types
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypedDict
@@ -49,6 +51,7 @@ NESTED = "QUICK_PYTHON"  # in the environment of a program: those that it starts
 _ROOM = " " * 20_000  # for environments of programs, where that of their source is
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _CLONE_NEWNET = 0x40000000
+_LARGE_PAGE, _MADV_COLLAPSE = 2 << 20, 25
 _OPTIONS = ("-i", "-W", "-X")  # of an interpreter, which a fork cannot have
 _VARIABLES = ("PYTHONWARNINGS", "PYTHONHASHSEED", "PYTHONDEVMODE", "PYTHONOPTIMIZE")  # the same
 _USED_BY_MOST = ("gradwire.testing", "pytest")  # else each program and each worker imports them anew
@@ -489,9 +492,23 @@ def _end(status: int | signal.Signals) -> NoReturn:
     os._exit(int(status) & 0xFF)
 
 
-def _main() -> None:
-    import gc
+def _use_large_pages() -> None:
+    """Put the memory of this process into pages of 2 MiB: to fork it, and to end a fork, then takes a third of the time.
 
+    Kernels before Linux 6.1 cannot; nothing depends on it.
+    """
+    madvise = ctypes.CDLL(None).madvise
+    madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, *_, inode_and_path = line.split(maxsplit=4)
+        if access == "rw-p" and inode_and_path.split() in (["0"], ["0", "[heap]"]):
+            begin, end = (int(address, 16) for address in addresses.split("-"))
+            for page in range(-(-begin // _LARGE_PAGE) * _LARGE_PAGE, end - _LARGE_PAGE + 1, _LARGE_PAGE):
+                madvise(page, _LARGE_PAGE, _MADV_COLLAPSE)
+
+
+def _main() -> None:
+    gc.disable()  # nearly everything that is imported stays
     path = sys.path[1:]
     sys.path[:0] = [str(_SOURCES)]
     import gradwire
@@ -504,6 +521,10 @@ def _main() -> None:
     sys.path[:] = path
     gc.collect()
     gc.freeze()
+    gc.enable()
+    _use_large_pages()
+    for finalizer in tuple(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # those of torch, which take its parts out of registries
     _prctl(_PR_SET_NAME, _NAME.encode())
     assert len(os.listdir("/proc/self/task")) == 1, "a fork copies one thread alone"
     channel = socket.socket(fileno=int(sys.argv[1]))

@@ -203,6 +203,7 @@ def _prepare_to_be_copied() -> None:
     """Make forking, and exiting the forked process, as cheap as possible."""
     gc.collect()
     gc.freeze()  # a collection in a worker then leaves the pages that it shares with us alone
+    gc.enable()  # see _PROGRAM
     # The functions that torch registers for the end of the interpreter take 30 ms, and workers do not need them.
     for finalizer in tuple(getattr(weakref.finalize, "_registry", ())):
         finalizer.atexit = False
@@ -229,9 +230,10 @@ def main(channel_fd: int, driver_pid: int, modules: Sequence[str] = ()) -> None:
     os._exit(0)  # taking torch apart would take half a second, and the driver waits for us
 
 
-# The path comes first: gradwire and torch must be the driver's own, wherever it found them.
+# The path comes first: gradwire and torch must be the driver's own, wherever it found them. What they make while they are
+# imported stays, and to look for garbage in it again and again takes a quarter of the time of the import.
 _PROGRAM = (
-    "import sys; sys.path[:] = sys.argv[4:]; "
+    "import gc, sys; gc.disable(); sys.path[:] = sys.argv[4:]; "
     "from gradwire.cluster._forkserver import main; main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3].split())"
 )
 # OpenBLAS starts its threads when it is loaded; OpenMP and MKL count them then.
