@@ -8,6 +8,8 @@ would learn of the loss when the group times out:
 So a rank whose operation fails leaves the group: it reports in the group's store which connections it found broken, and then
 closes its own, which fails the ranks that wait for it. A rank at a broken connection is therefore lost only if it has not
 reported; otherwise its report says where to look next.
+
+Gloo does not tell a rank that is in the middle of a message, so a rank that leaves finishes the messages that it is sending.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypedDict
 
@@ -31,6 +33,7 @@ from gradwire.rpc.meeting_store import run_in_thread
 _REPORT_S = 2.0
 """How long to wait for a report: gloo closes the connections of a rank that has timed out before that rank can report."""
 
+_FINISH_S = 2.0  # limit for the messages that a rank is sending when it leaves; the receiver may be the lost rank
 _STORE_S = 4.0  # limit of one question to the store, whose server may be the lost process
 _POLL_S = 0.01
 
@@ -59,10 +62,11 @@ _failures: weakref.WeakKeyDictionary[Any, _Failure] = weakref.WeakKeyDictionary(
 
 
 @contextlib.contextmanager
-def collective(group: Any, what: str) -> Iterator[None]:
+def collective(group: Any, what: str, sends: Iterable[Any] = ()) -> Iterator[None]:
     """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank.
 
-    The group cannot be used after that: with gloo, this rank has closed its connections.
+    The group cannot be used after that: with gloo, this rank has closed its connections, once `sends` had ended. These are the
+    requests of messages that the operation has begun to send.
     """
     group = dist.group.WORLD if group is None else group  # now: the default group may be another one later
     try:
@@ -70,7 +74,7 @@ def collective(group: Any, what: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, WorkerLost) or group is None:  # None: there is no default group either
             raise
-        failure = _failures.get(group) or _explain(group, str(error).lower())
+        failure = _failures.get(group) or _explain(group, str(error).lower(), sends)
         if failure is None:
             raise
         _failures[group] = failure
@@ -82,14 +86,14 @@ def collective(group: Any, what: str) -> Iterator[None]:
         ) from error
 
 
-def _explain(group: Any, error: str) -> _Failure | None:
+def _explain(group: Any, error: str, sends: Iterable[Any]) -> _Failure | None:
     """Leave the group and return why it failed; None if the error has to do with neither a loss nor a timeout."""
     is_late = "timed out" in error or _OWN_TIMEOUT in error
     is_gloo = is_gloo_group(group)
     report: Report = {"broken": _find_broken(group) if is_gloo else [], "is_late": is_late}
     if not report["broken"] and not is_late:
         return None
-    lost, is_late = _leave(group, report) if is_gloo else ([], is_late)
+    lost, is_late = _leave(group, report, sends) if is_gloo else ([], is_late)
     if lost:
         return _Failure(_name(lost), "is gone" if len(lost) == 1 else "are gone")
     if is_late:
@@ -124,18 +128,27 @@ def _find_broken(group: Any) -> list[int]:
     return broken
 
 
-def _leave(group: Any, report: Report) -> tuple[list[int], bool]:
-    """Report, close all connections, and return the ranks that are lost, and whether a rank timed out."""
+def _leave(group: Any, report: Report, sends: Iterable[Any]) -> tuple[list[int], bool]:
+    """Report, finish sending, close all connections, and return the ranks that are lost, and whether a rank timed out."""
     store, own = store_of_group(group), dist.get_rank(group)
     found, has_reported = (report["broken"], report["is_late"]), False
     with contextlib.suppress(Exception):  # stores raise errors of many kinds; what this rank found itself is left then
         run_in_thread(lambda: store.set(_key(own), json.dumps(report)), time.monotonic() + _STORE_S)
         has_reported = True
+    _finish(sends)
     _close_connections(group)
     if has_reported:
         with contextlib.suppress(Exception):
             found = run_in_thread(lambda: find_lost(store, own, report), time.monotonic() + _STORE_S)
     return found
+
+
+def _finish(sends: Iterable[Any]) -> None:
+    """Wait until messages have been sent, or cannot be."""
+    deadline = time.monotonic() + _FINISH_S
+    for request in sends:
+        with contextlib.suppress(RuntimeError):  # gloo closes all connections if time is up: that comes next anyway
+            request.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
 
 def _close_connections(group: Any) -> None:

@@ -15,7 +15,7 @@ pieces go through two small buffers each way, of which one is filled while the o
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -175,10 +175,10 @@ def _move_in_pieces(plan: _Plan, ends: _Ends, group: Any, like: torch.Tensor) ->
         limit = max(1, PIECE_BYTES // like.element_size())
         outgoing = _cut_all(plan.outgoing.get(to, ()), limit)
         incoming = _cut_all(plan.incoming.get(origin, ()), limit)
-        with collective(group, f"exchange of parts: to rank {to}, from rank {origin}"):
+        with collective(group, f"exchange of parts: to rank {to}, from rank {origin}", pipe.sends):
             for sent, received in zip_longest(outgoing, incoming):
                 pipe.step(to, sent, origin, received)
-    with collective(group, "exchange of parts"):
+    with collective(group, "exchange of parts", pipe.sends):
         pipe.drain()
 
 
@@ -193,6 +193,7 @@ class _Pipe:
         self._ends, self._group, self._like = ends, group, like
         self._buffers: dict[tuple[str, int], torch.Tensor] = {}
         self._turn = 0
+        self.sends: deque[Any] = deque()  # requests of pieces that may still be under way
         self._waiting: tuple[Any, Move | None, torch.Tensor | None] | None = None
 
     def step(self, to: int, sent: Move | None, origin: int, received: Move | None) -> None:
@@ -209,6 +210,8 @@ class _Pipe:
             traffic.add(source.numel() * source.element_size())
             operations.append(self._operation(dist.isend, source, to))
         requests = dist.batch_isend_irecv(operations)
+        if sent is not None:
+            self.sends.append(requests[-1])
         self.drain()
         self._waiting = requests, received, buffer
         self._turn = 1 - self._turn
@@ -221,6 +224,8 @@ class _Pipe:
         self._waiting = None
         for request in requests:
             request.wait()
+        if self.sends and self.sends[0] is requests[-1]:
+            self.sends.popleft()
         if received is not None and buffer is not None:
             self._ends.put(received, buffer)
 

@@ -140,21 +140,27 @@ def staying_until(store: str, is_last: bool) -> Iterator[None]:
         dist.destroy_process_group()
 
 
+NUM_IN_CHAIN = 2**21  # elements: the parts are moved in pieces
+
+
+def chain(num: int = NUM_IN_CHAIN) -> tuple[EnumerableShardingSpec, EnumerableShardingSpec]:
+    """Two layouts: from the first to the second, rank 1 sends to rank 2, and rank 2 to rank 0."""
+    half = num // 2
+    before, after = (
+        EnumerableShardingSpec(
+            [ShardMetadata([0], [half], f"rank:{first}/cpu"), ShardMetadata([half], [half], f"rank:{second}/cpu")]
+        )
+        for first, second in ((1, 2), (2, 0))
+    )
+    return before, after
+
+
 def wait_in_a_chain(rank: int, store: str, is_killed: bool) -> str:
     """Rank 0 waits for rank 2 alone, which waits for rank 1, which is killed or does not make the call."""
     join_group(rank, 3, store, timedelta(seconds=LATE_S if rank == 2 and not is_killed else 60))
     with staying_until(store, is_last=rank == 0):
-        half = 2**20  # elements: the parts are moved in pieces
-        before, after = (
-            EnumerableShardingSpec(
-                [
-                    ShardMetadata([0], [half], f"rank:{first}/cpu"),
-                    ShardMetadata([half], [half], f"rank:{second}/cpu"),
-                ]
-            )
-            for first, second in ((1, 2), (2, 0))
-        )
-        sharded = before.shard(torch.ones(2 * half))
+        before, after = chain()
+        sharded = before.shard(torch.ones(NUM_IN_CHAIN))
         if rank == 1 and is_killed:
             os.kill(os.getpid(), signal.SIGKILL)
         if rank == 1:
@@ -176,6 +182,49 @@ def test_rank_that_waits_for_a_rank_that_lost_another(cluster: Cluster, tmp_path
     assert time.monotonic() - started < PROMPT_S
     with pytest.raises(WorkerLost, match="worker1"):
         futures[1].wait()
+
+
+def leave_in_a_message(rank: int, folder: Path) -> str:
+    """As above, but rank 0 stops while rank 2 sends to it, and rank 1 is killed then."""
+    join_group(rank, 3, str(folder / "store"), timedelta(seconds=60))
+    batch_isend_irecv = dist.batch_isend_irecv
+
+    def post(operations: list[dist.P2POp]) -> list[dist.Work]:
+        requests = batch_isend_irecv(operations)
+        (folder / f"posted{rank}").touch()
+        return requests
+
+    with staying_until(str(folder / "store"), is_last=rank == 0), pytest.MonkeyPatch.context() as patch:
+        before, after = chain(2**25)
+        patch.setattr("gradwire.shard.rank_loss._FINISH_S", 20.0)  # a busy machine may need more than usual
+        patch.setattr("gradwire.shard.redistribute.PIECE_BYTES", 2**24)  # four pieces; the network takes less than one
+        sharded = before.shard(torch.ones(2**25))
+        if rank == 1:
+            wait_until((folder / "posted2").exists, 40.0, "the message")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank == 2:
+            wait_until((folder / "receiver stands").exists, 40.0, "the receiver to stand")
+        patch.setattr(dist, "batch_isend_irecv", post)
+        with pytest.raises(WorkerLost) as caught:
+            sharded.redistribute(after)
+        return str(caught.value)
+
+
+def test_rank_that_leaves_in_the_middle_of_a_message(cluster: Cluster, tmp_path: Path) -> None:
+    """It finishes the message first: gloo would tell the receiver nothing until the group times out."""
+    receiver, lost, sender = (
+        worker.submit(leave_in_a_message, number, tmp_path) for number, worker in enumerate(cluster.workers)
+    )
+    wait_until((tmp_path / "posted0").exists, 40.0, "the receiver")
+    started = time.monotonic()
+    with stopped(cluster.workers[0].pid):
+        (tmp_path / "receiver stands").touch()
+        with pytest.raises(WorkerLost, match="worker1"):
+            lost.wait()
+        wait_until(lambda: b"gradwire/left/2" in (tmp_path / "store").read_bytes(), 20.0, "the report of rank 2")
+    for future in (sender, receiver):
+        assert future.wait().startswith("rank 1 of the process group is gone (exchange of parts")
+    assert time.monotonic() - started < PROMPT_S
 
 
 def test_rank_that_waits_for_a_rank_that_timed_out(cluster: Cluster, tmp_path: Path) -> None:
