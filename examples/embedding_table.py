@@ -177,8 +177,10 @@ def main() -> None:
         rate = len(TRAINERS) * num_steps * NUM_REVIEWS / (time.perf_counter() - start)
         print(f"both trainers together: {rate:,.0f} reviews/s")
         after, difference = compute_accuracy(table, head), difference_from_one_process()
-    if difference > 1e-5:
+    if not difference <= 1e-5:
         raise SystemExit(f"embedding_table: the sharded table differs from that of one process by {difference:.1e}")
+    if after <= before:
+        raise SystemExit(f"embedding_table: the accuracy on new reviews is {after:.0%}, {before:.0%} before training")
     print(f"a small table trained in the same way differs from that of one process by {difference:.1e}")
     print(f"embedding_table: the accuracy on new reviews rose from {before:.0%} to {after:.0%}")
 

@@ -93,6 +93,8 @@ def main() -> None:
     expected = run_upper(torch.relu(LOWER(make_inputs()[1])))
     if not torch.allclose(result, expected):
         raise SystemExit(f"exposed_only: the prediction is wrong, expected {expected.tolist()}")
+    if num_refused < len(FORBIDDEN):
+        raise SystemExit(f"exposed_only: only {num_refused} of {len(FORBIDDEN)} forbidden calls were refused")
     print(
         f"exposed_only: the prediction is correct, and {num_refused} of {len(FORBIDDEN)} forbidden calls were refused"
     )

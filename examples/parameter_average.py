@@ -91,6 +91,8 @@ def train_together(cluster: gw.Cluster) -> list[float]:
 def main() -> None:
     with gw.Cluster.local(NUM_WORKERS) as cluster:
         losses = train_together(cluster)
+    if not losses[-1] < losses[0] / 10:  # true for NaN, too
+        raise SystemExit(f"parameter_average: the loss is still {losses[-1]:.3f}, {losses[0]:.3f} before training")
     print(f"parameter_average: the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}")
 
 

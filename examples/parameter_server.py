@@ -119,7 +119,7 @@ def snapshot_error() -> float:
         optimizer.step(slow)
     after = dict(model.named_parameters())
     found = [before[name] - after[name] for name in names]
-    return max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    return float(torch.stack([(one - other).abs().max() for one, other in zip(found, expected, strict=True)]).max())
 
 
 # %%
@@ -146,8 +146,10 @@ def main() -> None:
             rate = NUM_TRAINERS * num_steps / seconds
             print(f"{mode}: loss {final[-1]:.3f} on new points after {seconds:.1f} s, {rate:,.0f} steps/s")
         error = snapshot_error()
-    if error > 1e-6:
+    if not error <= 1e-6:
         raise SystemExit(f"parameter_server: the gradient differs by {error:.1e}")
+    if not all(loss < before for loss in final):  # true for NaN, too
+        raise SystemExit(f"parameter_server: the losses are {final} in the three modes, {before:.2f} before")
     print(f"snapshot: a gradient computed while another trainer stepped differs from one process by {error:.1e}")
     print(f"parameter_server: the loss fell from {before:.2f} to {max(final):.2f} or less in every mode")
 

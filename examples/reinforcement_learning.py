@@ -132,7 +132,7 @@ def gradient_error(actors: list[rpc.RRef[Actor]]) -> float:
         found = [ctx.gradients()[parameter] for parameter in policy.parameters()]
     losses = [Actor(seed).play(dict(alone.named_parameters()))[0] for seed in range(NUM_ACTORS)]
     expected = torch.autograd.grad(torch.stack(losses).mean(), list(alone.parameters()))
-    return max(float((one - other).abs().max()) for one, other in zip(found, expected, strict=True))
+    return float(torch.stack([(one - other).abs().max() for one, other in zip(found, expected, strict=True)]).max())
 
 
 def main() -> None:
@@ -143,13 +143,15 @@ def main() -> None:
     with gw.Cluster.local(NUM_ACTORS, names=names):
         actors = [rpc.remote(name, Actor, args=(seed,)) for seed, name in enumerate(names)]
         error = gradient_error(actors)
-        assert error < 1e-6, f"gradients differ by {error:.1e}"
+        if not error <= 1e-6:
+            raise SystemExit(f"reinforcement_learning: the gradient differs from that of one process by {error:.1e}")
         print(f"the gradient of {NUM_ACTORS * NUM_GAMES} games differs from that of one process by {error:.1e}")
         began = time.perf_counter()
         history = train(actors, make_policy(), num_updates)
         rate = num_updates * NUM_ACTORS * NUM_GAMES * NUM_MOVES / (time.perf_counter() - began)
     before, after = history[0], sum(history[-5:]) / 5
-    assert after > before / 2, "the policy has not improved"
+    if not after > before / 2:  # returns are negative
+        raise SystemExit(f"reinforcement_learning: the mean return is {after:.1f}, {before:.1f} before training")
     print(f"{rate:,.0f} moves/s")
     print(f"reinforcement_learning: the mean return rose from {before:.1f} to {after:.1f} in {num_updates} updates")
 

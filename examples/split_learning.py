@@ -114,7 +114,7 @@ def run_laboratory(options: rpc.RpcOptions) -> None:
 
 
 def run_clinic(options: rpc.RpcOptions) -> tuple[list[float], int]:
-    """Train, and return the losses and how many other requests were refused."""
+    """Train, and return the losses and how many forbidden calls were refused."""
     measurements, lower = read_measurements(), make_lower()
     rpc.init_rpc("clinic", rank=0, world_size=2, rpc_backend_options=options)
     optimizer = gw.optim.DistributedOptimizer(torch.optim.Adam, [lower], lr=0.01)
@@ -128,7 +128,7 @@ def run_clinic(options: rpc.RpcOptions) -> tuple[list[float], int]:
                 rpc.rpc_sync("laboratory", "step", args=(ctx,))
             losses.append(loss.item())
         print(f"epoch {epoch}: loss {losses[-1]:.4f}")
-    num_refused = try_more()
+    num_refused = try_forbidden_calls()
     rpc.shutdown()
     return losses, num_refused
 
@@ -138,14 +138,17 @@ def run_clinic(options: rpc.RpcOptions) -> tuple[list[float], int]:
 # -------------------------
 
 
-def try_more() -> int:
-    """Return how many requests for something that is not exposed were refused."""
+FORBIDDEN = (
+    ("the diagnoses", read_diagnoses),
+    ("a shell", os.system),
+    ("a shell by name", "posix:system"),
+)
+
+
+def try_forbidden_calls() -> int:
+    """Return how many were refused."""
     num_refused = 0
-    for what, function in (
-        ("the diagnoses", read_diagnoses),
-        ("a shell", os.system),
-        ("a shell by name", "posix:system"),
-    ):
+    for what, function in FORBIDDEN:
         try:
             rpc.rpc_sync("laboratory", function)
         except (NotExposed, CannotSend) as error:
@@ -204,10 +207,15 @@ def main() -> None:
             port = probe.getsockname()[1]
         with other_party(keys, port):
             losses, num_refused = run_clinic(make_options("clinic", keys, port))
-    same = losses == train_in_one_process()
+    if losses != train_in_one_process():
+        raise SystemExit("split_learning: the losses differ from those of one process")
+    if not losses[-1] < losses[0]:
+        raise SystemExit("split_learning: the loss has not fallen")
+    if num_refused < len(FORBIDDEN):
+        raise SystemExit(f"split_learning: only {num_refused} of {len(FORBIDDEN)} forbidden calls were refused")
     print(
-        f"split_learning: {len(losses)} losses fell from {losses[0]:.3f} to {losses[-1]:.3f}, as in one process: {same}; "
-        f"refused: {num_refused} of 3"
+        f"split_learning: the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}, all {len(losses)} losses as in one "
+        f"process; {num_refused} of {len(FORBIDDEN)} forbidden calls were refused"
     )
 
 

@@ -125,6 +125,8 @@ def main() -> None:
     local = train(in_one_process)
     if distributed != local:
         raise SystemExit("split_model: the losses differ")
+    if not local[-1] < local[0]:
+        raise SystemExit("split_model: the loss has not fallen")
     print(
         f"split_model: the loss fell from {local[0]:.3f} to {local[-1]:.3f}, all {NUM_STEPS} losses equal bit for bit"
     )

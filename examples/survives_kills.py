@@ -123,7 +123,8 @@ def train(num_steps: int, num_kills: int, seed: int) -> list[float]:
                         killer.join()  # the last kill counts, too
                     loss = training.run_step(step)
                     num_repeated += step in losses
-                    assert losses.setdefault(step, loss) == loss, "a repeated step gives the same loss"
+                    if losses.setdefault(step, loss) != loss:
+                        raise SystemExit(f"survives_kills: step {step} gave another loss when it was repeated")
                     step += 1
                     if step % SAVE_EVERY == 0:
                         training.save(step)

@@ -72,6 +72,8 @@ def main() -> None:
     with gw.Cluster.from_env(start_timeout_s=60) as cluster:
         print(f"rank 0 drives {len(cluster.workers)} workers", flush=True)
         losses = train(cluster)
+    if not losses[-1] < losses[0] / 2:  # true for NaN, too
+        raise SystemExit(f"under_torchrun: the loss is still {losses[-1]:.3f}, {losses[0]:.3f} before training")
     print(f"under_torchrun: the loss fell from {losses[0]:.3f} to {losses[-1]:.3f}", flush=True)
 
 
