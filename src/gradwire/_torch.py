@@ -32,7 +32,7 @@ is_any_autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Whether autocast is on in this thread for any device."""
 
 private_backend_name: Callable[[], str] = torch._C._get_privateuse1_backend_name
-"""Returns the name of the type of device that a backend from outside of torch has; ``privateuseone`` until it gives one."""
+"""Returns the name of the type of device that a backend from outside torch has; ``privateuseone`` until it gives one."""
 
 set_grad_mode: Callable[[bool], None] = torch._C._set_grad_enabled
 """Set the grad mode of this thread, without an object that restores it."""

@@ -665,7 +665,7 @@ def give_inside(value: float) -> dict[str, Any]:
 
 
 def send_to(to: str, how: str) -> None:
-    """Send a tensor to a worker without the device: as an argument, or inside of one."""
+    """Send a tensor to a worker without the device: as an argument, or inside one."""
     args, kwargs = ((give(1.0),), None) if how == "argument" else ((), {"value": {"inside": [1, (give(2.0),)]}})
     gw.rpc.rpc_sync(to, _echo, args=args, kwargs=kwargs)
 

@@ -63,7 +63,7 @@ def test_private_names_of_torch_are_in_one_module() -> None:
     for path in MODULES:
         if path != SOURCE / "_torch.py":
             found[_package_of(path)] += len({name for name, _ in private_torch_names(ast.parse(path.read_text()))})
-    check("private-torch", found, "uses more private names of torch outside of gradwire/_torch.py than before")
+    check("private-torch", found, "uses more private names of torch outside gradwire/_torch.py than before")
 
 
 def private_torch_names(tree: ast.Module) -> Iterator[tuple[str, int]]:

@@ -116,7 +116,7 @@ def test_waiting_for_a_store_of_torch_s(make_puppets: Callable[[int], list[Puppe
     assert puppet.do("gate.set(); store.find('w1')") is None
 
 
-# Only a signal that hits inside of a call raises: the loop around it is the test's, and would need care of its own. One
+# Only a signal that hits inside a call raises: the loop around it is the test's, and would need care of its own. One
 # that comes while another is deferred is left out, too: a user who insists is let through wherever the program is.
 STORM = """
 from gradwire import _interrupts

@@ -32,7 +32,7 @@ _ROOTS = 0  # index of the roots among the sources; sends follow in the order in
 
 
 class LocalGraph:
-    """What the sources of one pass reach."""
+    """The part of this worker's graph that the sources of one pass reach."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Distributed graphs as pictures: SVG without ids, scripts or fonts of its own, the same for the same graph.
 
-It is shown as a file, as an image of a README and inside of notebooks. So its styles apply to itself alone, it brings its
+It is shown as a file, as an image of a README and inside notebooks. So its styles apply to itself alone, it brings its
 own background, and colours follow the reader's preference for light or dark.
 """
 

@@ -32,7 +32,7 @@ class Recv(Protocol):
 
 
 class _Walk:
-    """What one source reaches."""
+    """The part of the graph that one source reaches."""
 
     def __init__(self, message_id: int, start: Iterable[Any]) -> None:
         self.message_id = message_id

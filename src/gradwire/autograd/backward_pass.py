@@ -100,7 +100,7 @@ def check_roots(roots: Any, gradients: Any, inputs: Any, joins_context: bool = T
         if tensor.grad_fn is None:
             raise AutogradError(
                 f"root {number} does not have a valid gradient function: no recorded operation produced it. If it is "
-                f"the result of a call, that call was made outside of this context: move the call inside the `with` "
+                f"the result of a call, that call was made outside this context: move the call inside the `with` "
                 f"block"
             )
         if gradient is None:

@@ -60,7 +60,7 @@ _is_ours: dict[str, bool] = {}  # by file; at most one entry for each file whose
 
 
 def find_call_site() -> CallSite:
-    """Return the innermost line outside of this package."""
+    """Return the innermost line outside this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         code = frame.f_code

@@ -168,7 +168,7 @@ _DTYPES: Final = {name: getattr(torch, name) for name in ("float16", "bfloat16",
 
 
 def _device_types() -> tuple[str, ...]:
-    """Return all types of devices that autocast knows; a backend from outside of torch may get its name late."""
+    """Return all types of devices that autocast knows; a backend from outside torch may get its name late."""
     return (*_DEVICES, private_backend_name())
 
 

@@ -134,7 +134,7 @@ def save(
             total bytes.
         timeout: Seconds to wait for a worker before it counts as failed; for ranks, the timeout of their process group
             applies.
-        process_group: The group whose ranks save together; needed only if all sharded tensors are inside of objects that
+        process_group: The group whose ranks save together; needed only if all sharded tensors are inside objects that
             are neither modules nor sharded optimizers.
 
     Returns:

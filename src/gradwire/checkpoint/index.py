@@ -165,7 +165,7 @@ def check(index: Index, where: str) -> None:
         for name, entry in index.tensors.items():
             file = index.files.get(entry.file)
             if file is None or entry.offset < file.header_bytes or entry.offset + entry.num_bytes > file.num_bytes:
-                raise ValueError(f"tensor '{name}' is outside of {entry.file!r}")
+                raise ValueError(f"tensor '{name}' is outside {entry.file!r}")
         if not isinstance(index.state, dict):
             raise ValueError("it has no state")
         check_state(index.state, index.tensors)

@@ -100,7 +100,7 @@ class WriteReport(msgspec.Struct, frozen=True):
 
 
 class SavedPart(msgspec.Struct, frozen=True):
-    """What a part is to be filled with: the state of its object, as a node; and the versions of modules in it."""
+    """The saved state of a part: that of its object, as a node, and the versions of modules in it."""
 
     state: Any
     metadata: dict[str, dict[str, Any]] | None

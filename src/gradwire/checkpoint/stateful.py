@@ -4,7 +4,7 @@ An object is split into *parts*, one for each worker that holds some of it. `spl
 everything else on the worker that holds the part.
 
     RemoteModule, RRef              one part, on the owner
-    nn.Module                       one part, here; if RemoteModules are inside of it, one more for each
+    nn.Module                       one part, here; if RemoteModules are inside it, one more for each
     a ShardedTensor, also inside    one part for each shard, where it is
     DistributedOptimizer            one part on each owner; options of its groups stay here
     anything with a state_dict      one part, here

@@ -357,7 +357,7 @@ def _is_handled(signum: int) -> bool:
 
 
 def _note_signal(signum: int, frame: FrameType | None) -> None:
-    """A signal needs a handler for its byte to be written; the loop does the rest."""
+    """Do nothing: Python writes the byte of a signal only if it has a handler. The loop does the rest."""
 
 
 @contextlib.contextmanager

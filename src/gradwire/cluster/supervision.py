@@ -140,7 +140,7 @@ Action = EndProcess | StartProcess | Rebuild | AskAlive | Announce
 class _Member:
     life: int
     began: float  # when this life began to serve
-    heard: float  # when it last answered, or began
+    last_answer: float  # when it last answered, or began
     phase: Phase = Phase.SERVING
     reason: str | None = None  # why the last life was lost
     due: float = _NEVER  # when to start the next one
@@ -210,10 +210,10 @@ class Supervision:
     # -- events ----------------------------------------------------------------------------------------------------------
 
     def joined(self, name: str, life: int, now: float) -> list[Action]:
-        """A worker was started for the first time, and serves."""
+        """Handle that a worker serves after its first start."""
         if self._is_closed:
             return [EndProcess(name, life)]
-        self._members[name] = _Member(life, began=now, heard=now)
+        self._members[name] = _Member(life, began=now, last_answer=now)
         return [Announce("joined", name, life)]
 
     def lost(self, name: str, life: int, reason: str, now: float) -> list[Action]:
@@ -241,12 +241,12 @@ class Supervision:
         return []
 
     def process_started(self, name: str, life: int, now: float) -> list[Action]:
-        """The new process of a worker can be called."""
+        """Handle that the new process of a worker can be called."""
         member = self._find(name, life)
         if member is None or self._is_closed:
             return [EndProcess(name, life)]  # removed in the meantime
         assert member.phase is Phase.STARTING
-        member.phase, member.began, member.heard, member.is_asked = Phase.REBUILDING, now, now, False
+        member.phase, member.began, member.last_answer, member.is_asked = Phase.REBUILDING, now, now, False
         return [Rebuild(name, life)]
 
     def start_failed(self, name: str, life: int, reason: str, now: float) -> list[Action]:
@@ -259,7 +259,7 @@ class Supervision:
         return [Announce("lost", name, life, self.lost_text(name)), *self.tick(now)]
 
     def rebuilt(self, name: str, life: int) -> list[Action]:
-        """The program has filled the new process."""
+        """Handle that `on_restart` has rebuilt the state of the new process."""
         member = self._find(name, life)
         if member is None or member.phase is not Phase.REBUILDING:
             return []
@@ -267,10 +267,10 @@ class Supervision:
         return [Announce("restarted", name, life)]
 
     def answered(self, name: str, life: int, now: float) -> None:
-        """The process has answered the question whether it is alive."""
+        """Handle the answer to a liveness check."""
         member = self._find(name, life)
         if member is not None:
-            member.heard, member.is_asked = now, False
+            member.last_answer, member.is_asked = now, False
 
     def not_answered(self, name: str, life: int) -> None:
         """Handle that a liveness check was lost, so that it can be repeated."""
@@ -288,7 +288,7 @@ class Supervision:
         self._is_closed = True
 
     def tick(self, now: float) -> list[Action]:
-        """Time has passed."""
+        """Return the actions that are due at `now`."""
         if self._is_closed:
             return []
         actions: list[Action] = []
@@ -335,11 +335,10 @@ class Supervision:
         for name, member in self._members.items():
             if not member.phase.has_process:
                 continue
-            member.heard = min(now, member.heard + missed_s)
-            if now - member.heard >= silence_s:
-                text = (
-                    f"it has not responded for {now - member.heard:.0f} s (stopped, or a function is holding the GIL)"
-                )
+            member.last_answer = min(now, member.last_answer + missed_s)
+            if now - member.last_answer >= silence_s:
+                silent_s = now - member.last_answer
+                text = f"it has not responded for {silent_s:.0f} s (stopped, or a function is holding the GIL)"
                 actions += self.lost(name, member.life, text, now)
             elif not member.is_asked:
                 member.is_asked = True

@@ -244,7 +244,7 @@ class Clocks:
 
 @dataclass(frozen=True)
 class _Logged:
-    """What the page shows of a record of the log, which itself may hold on to frames and tensors."""
+    """A log record, reduced to what the page shows: the record itself may hold on to frames and tensors."""
 
     created: float
     level: str

@@ -262,7 +262,7 @@ class _Connection(H11Protocol):
 
 
 class _Pages:
-    """What is served. Only `stop` and `close` are called from other threads than the server's."""
+    """The page and the endpoints behind it. Only `stop` and `close` are called from other threads than the server's."""
 
     def __init__(self, agent: Agent, collector: Collector, access: Access, port: int) -> None:
         self._agent = agent

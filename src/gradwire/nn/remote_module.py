@@ -542,7 +542,7 @@ def _is_unrecorded() -> bool:
 
 
 def _warn_when_differentiated(result: Any, module: str) -> Any:
-    """Make tensors that a module returned outside of a context warn when a backward pass stops at them."""
+    """Make tensors that a module returned outside a context warn when a backward pass stops at them."""
     if isinstance(result, torch.Tensor):
         if result.requires_grad and result.is_leaf:
             result.register_hook(functools.partial(_on_end_of_backward, module))  # type: ignore[no-untyped-call]
@@ -559,7 +559,7 @@ def _watch_result(done: torch.futures.Future[Any], title: str) -> None:
 
 def _on_end_of_backward(module: str, gradient: torch.Tensor) -> None:
     warn_user(
-        f"backward stops at the result of {module}, which was called outside of a context: no gradient reaches that "
+        f"backward stops at the result of {module}, which was called outside a context: no gradient reaches that "
         f"worker, and its parameters are not trained. Call the module inside `with gradwire.autograd.context() as "
         f"ctx:`, and call ctx.backward(loss) there instead of loss.backward(). If it should not be trained, detach() "
         f"its result",
@@ -568,7 +568,7 @@ def _on_end_of_backward(module: str, gradient: torch.Tensor) -> None:
 
 
 def warn_user(text: str, frame: FrameType | None) -> None:
-    """Warn at a line of the user's code: the innermost one outside of torch and gradwire that led to the frame."""
+    """Warn at a line of the user's code: the innermost one outside torch and gradwire that led to the frame."""
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
         frame = frame.f_back
     if frame is None:  # in a thread of torch's engine

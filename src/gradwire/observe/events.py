@@ -1,7 +1,7 @@
-"""Events: what happens on the workers of this process, told to all who subscribed.
+"""Events: what happens on the workers of this process, delivered to all subscribers.
 
-They are the one source of traces, metrics and timelines. Nothing is observed until `subscribe` is called. Until then, a
-place that could tell something pays for reading `sink` and comparing it with None, and takes no time stamps:
+They are the one source of traces, metrics and timelines. Nothing is observed until `subscribe` is called. Until then, an
+instrumented place only reads `sink` and compares it with None, and takes no time stamps:
 
     began = time.monotonic_ns() if events.sink is not None else 0
     ...
@@ -41,7 +41,7 @@ _FACTORS = 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F  # odd: different arguments ha
 
 
 class Event(msgspec.Struct, frozen=True, gc=False):
-    """Something that happened on a worker, told when it has ended.
+    """Something that happened on a worker, reported when it has ended.
 
     Attributes:
         kind: What it was; see `gradwire.observe.events`.

@@ -4,7 +4,7 @@
       perfetto_manifest.json   the clock of the timeline; workers, offsets of their clocks, and what is missing
       cluster.pftrace          all workers: each is a process, each of its threads a track
 
-All workers are in one file, with the times of the driver's clock: Perfetto draws arrows only inside of a file.
+All workers are in one file, with the times of the driver's clock: Perfetto draws arrows only inside a file.
 """
 
 from __future__ import annotations

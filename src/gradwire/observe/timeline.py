@@ -63,7 +63,7 @@ class Slice:
 
     @property
     def title(self) -> str:
-        """What a viewer shows."""
+        """The label in a viewer."""
         event = self.event
         if event.kind == OPERATOR:
             return event.name
@@ -78,7 +78,7 @@ class Track:
 
     Attributes:
         title: Its name.
-        slices: Sorted by start; each is inside of the last one that has not ended, or after it.
+        slices: Sorted by start; each is inside the last one that has not ended, or after it.
     """
 
     title: str
@@ -120,7 +120,7 @@ def _nest(slices: Iterable[Slice]) -> list[list[Slice]]:
 
 
 def _fits(item: Slice, ends: list[int]) -> bool:
-    """Drop the slices that have ended before this one; return whether it is inside of the rest."""
+    """Drop the slices that have ended before this one; return whether it is inside the rest."""
     while ends and ends[-1] <= item.start_ns:
         ends.pop()
     return not ends or item.end_ns <= ends[-1]

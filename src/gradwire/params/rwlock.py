@@ -324,7 +324,7 @@ class ReadingCall:
     __slots__ = ("_groups", "_outer", "_request", "_thread", "_ticks", "_wanted", "context")
 
     def __init__(self, context: UsesParameters | None) -> None:
-        self.context = context  # None outside of contexts
+        self.context = context  # None outside contexts
         self._wanted: set[Group] = set()
         self._groups: set[Group] = set()  # guarded by `lock`
         self._request = current_request()

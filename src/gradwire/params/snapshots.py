@@ -14,7 +14,7 @@ context has used moves it to other memory first, so the alias keeps its values. 
 there are hooks, so these do, for all tensors: any other
 change in place is an error.
 
-For parameters that contexts use outside of calls, on their own worker, torch's rules apply: a step in between is an error in
+For parameters that contexts use outside calls, on their own worker, torch's rules apply: a step in between is an error in
 backward. A copied parameter no longer shares memory with others.
 """
 

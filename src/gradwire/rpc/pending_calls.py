@@ -84,7 +84,7 @@ class PendingCall(msgspec.Struct, eq=False):
 
     @property
     def what(self) -> str:
-        """What it is, for messages."""
+        """A description for messages."""
         operation = f"internal operation {self.function[1:]}" if self.is_control else f"call to {self.function}"
         return f"{operation} on worker {self.worker}"
 

@@ -597,7 +597,7 @@ def _guarded(handler: Control, only_for: str, purpose: str) -> Control:
 
 
 class Busyness(NamedTuple):
-    """What the kernel says of a thread."""
+    """A thread's use of the processors, as the kernel counts it."""
 
     ticks: int
     """For how many hundredths of a second it has run, or was ready and waited for a processor."""

@@ -511,7 +511,7 @@ class References:
         self._flush()
 
     def _on_leave(self, deadline: float) -> None:
-        """Before this worker leaves: delete its references, and wait until others have deleted theirs to its values."""
+        """Delete this worker's references, and wait until others have deleted theirs to its values."""
         limit = min(deadline, time.monotonic() + _LEAVE_S)
         num_forks = self.statistics().num_forks
         if num_forks:

@@ -113,7 +113,7 @@ class Outbox:
         return batches
 
     def arrived(self, batch: Batch) -> bool:
-        """A batch arrived; return False if its messages have arrived before, or it has none."""
+        """Accept a batch; return False if its messages have arrived before, or it has none."""
         channel = self._channel(batch.sender)
         known = channel.unacknowledged
         for number in [number for number in known if number <= batch.up_to or number in batch.beyond]:
@@ -148,12 +148,12 @@ class Outbox:
                 self._due.add(worker)
 
     def suspend(self, worker: Worker) -> None:
-        """A worker is presumed dead: nothing is sent to it for now."""
+        """Stop sending to a worker that is presumed dead."""
         if not self._is_over(worker):
             self._channel(worker).is_suspended = True
 
     def resume(self, worker: Worker) -> None:
-        """A worker that was presumed dead is connected."""
+        """Resume sending to a worker that was presumed dead and is connected again."""
         channel = self._channels.get(worker)
         if channel is not None and channel.is_suspended:
             channel.is_suspended = False

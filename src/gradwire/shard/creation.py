@@ -275,7 +275,7 @@ def _take_offered(key: int) -> list[RRef[Shard]]:
 def share_references(tensor: ShardedTensor) -> ShardedTensor:
     """Give every rank references to the shards of all others that have some, and return the tensor.
 
-    All ranks must call it, also those outside of the tensor's process group, which get references, too.
+    All ranks must call it, also those outside the tensor's process group, which get references, too.
     """
     if not isinstance(tensor._backend, GroupBackend):
         return tensor

@@ -27,11 +27,11 @@ T = TypeVar("T")
 class GroupBackend(Backend):
     """The backend of a process group.
 
-    A rank outside of the group can have the backend as well: it knows the tensor, holds no part, and exchanges nothing.
+    A rank outside the group can have the backend as well: it knows the tensor, holds no part, and exchanges nothing.
     """
 
     def __init__(self, group: Any = None) -> None:
-        self.group = group  # None for the default one; outside of it, what `torch.distributed.new_group` returns there
+        self.group = group  # None for the default one; outside it, what `torch.distributed.new_group` returns there
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, GroupBackend) and other._group is self._group
@@ -56,7 +56,7 @@ class GroupBackend(Backend):
 
     @property
     def own_place(self) -> int:
-        """The rank in the group; -1 outside of it."""
+        """The rank in the group; -1 outside it."""
         return dist.get_rank(self.group)
 
     @property

@@ -90,7 +90,7 @@ def _check_rpc(placement: RemoteDevice | None) -> None:
 
 
 def _group_rank(rank: int, backend: GroupBackend) -> int:
-    """Return the rank in the group; outside of the group, where its members are not known, the rank among all."""
+    """Return the rank in the group; outside the group, where its members are not known, the rank among all."""
     if not backend.is_member:
         return rank
     members = dist.get_process_group_ranks(backend._group)

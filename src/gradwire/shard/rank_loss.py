@@ -65,8 +65,12 @@ _failures: weakref.WeakKeyDictionary[Any, _Failure] = weakref.WeakKeyDictionary(
 def collective(group: Any, what: str, sends: Iterable[Any] = ()) -> Iterator[None]:
     """Turn the errors of a collective operation into `WorkerLost` if they come from a lost rank.
 
-    The group cannot be used after that: with gloo, this rank has closed its connections, once `sends` had ended. These are the
-    requests of messages that the operation has begun to send.
+    The group cannot be used after that: with gloo, this rank has closed its connections.
+
+    Args:
+        group: The process group; None for the default one.
+        what: The operation, for the error.
+        sends: Requests of messages that the operation has begun to send. They are finished first.
     """
     group = dist.group.WORLD if group is None else group  # now: the default group may be another one later
     try:

@@ -203,7 +203,7 @@ def _pairs_in(module: nn.Module) -> Iterator[Pair]:
 
 
 def _chain(path: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what a Sequential runs one after the other; Sequentials inside of it are part of it."""
+    """Yield what a Sequential runs one after the other; Sequentials inside it are part of it."""
     for name, child in children_of(module).items():
         inside = f"{path}.{name}" if path else name
         if type(child) is nn.Sequential:

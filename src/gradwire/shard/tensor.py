@@ -241,13 +241,13 @@ class ShardedTensor(ShardedTensorBase):
             dtype: Dtype of the result.
 
         Returns:
-            The tensor on `dst`, None elsewhere, including outside of the group.
+            The tensor on `dst`, None elsewhere, including outside the group.
 
         Raises:
             ValueError: `dst` is not a rank of the group; `out` has another size, or another dtype without `enforce_dtype`.
         """
         target: Place = dst if isinstance(self._backend, GroupBackend) else self._backend.own_place
-        if self._backend.participants and target not in self._backend.participants:  # not known outside of the group
+        if self._backend.participants and target not in self._backend.participants:  # not known outside the group
             raise ValueError(
                 f"gather: dst={dst} is not a rank of the group, which has {len(self._backend.participants)} ranks"
             )

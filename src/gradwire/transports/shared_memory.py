@@ -320,7 +320,7 @@ class BorrowedSlots:
             return slot.borrow(num_bytes)
 
     def map_pinned_slot(self, ref: SlotRef, num_bytes: int) -> Any:
-        """As `map_slot`, for a tensor that goes on to a device."""
+        """Map a slot like `map_slot`, for a tensor that goes on to a device."""
         buffer = self.map_slot(ref, num_bytes)
         slot = self._slots.get(ref.slot_id)
         if slot is not None:  # else the connection was closed meanwhile

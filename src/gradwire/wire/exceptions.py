@@ -37,7 +37,7 @@ T = TypeVar("T")
 _DETAILS_LIMITS: Final = Limits()
 _UNSAFE: Final = re.compile(rf"(?![\t\n])[{CONTROL_CHARS}]")
 _NOT_FROM_AFAR: Final = (SystemExit, KeyboardInterrupt, GeneratorExit, RemoteTraceback)
-# Attributes that built-in exceptions keep outside of `args` and `__dict__`.
+# Attributes that built-in exceptions keep outside `args` and `__dict__`.
 _BUILTIN_FIELDS: Final[tuple[tuple[type[BaseException], tuple[str, ...]], ...]] = (
     (ImportError, ("name", "path")),
     (AttributeError, ("name",)),

@@ -114,7 +114,7 @@ def pack_other(value: Any, trust: Trust, limits: Limits, shares_main: bool = Fal
         body, tensors = plain.dumps(value, limits, _MANY_ITEMS if trust == "code" else float("inf"))
     except plain.NotPlain:
         tensors = None
-    if tensors is None:  # outside of the handler: an error from here must not show NotPlain as its context
+    if tensors is None:  # outside the handler: an error from here must not show NotPlain as its context
         if trust != "code":
             raise _explain_not_plain(value, limits)
         return _pack_pickle(value, shares_main)

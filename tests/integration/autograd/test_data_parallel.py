@@ -1,4 +1,4 @@
-"""`DistributedDataParallel` inside of contexts: replicas on trainers, with a module that they share on another worker."""
+"""`DistributedDataParallel` inside contexts: replicas on trainers, with a module that they share on another worker."""
 
 from __future__ import annotations
 

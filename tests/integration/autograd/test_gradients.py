@@ -138,7 +138,7 @@ def _take_seen() -> dict[str, list[Tensor]]:
 
 
 def _watched_loss(x: Tensor) -> Tensor:
-    """The parameter is used by three calls, one of them inside of another worker's, and one result is unused."""
+    """The parameter is used by three calls, one of them inside another worker's, and one result is unused."""
     hidden = worlds.call(FIRST, _use_watched, x)
     worlds.call(FIRST, _use_watched, hidden)
     hidden = hidden + worlds.call(SECOND, _use_elsewhere, hidden)

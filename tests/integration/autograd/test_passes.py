@@ -89,7 +89,7 @@ def test_200_contexts_alive_at_once(cluster: Cluster) -> None:
     with ExitStack() as stack:
         alive = []
         for _ in range(200):
-            ctx = stack.enter_context(gw.autograd.context())  # each inside of the one before
+            ctx = stack.enter_context(gw.autograd.context())  # each inside the one before
             alive.append((ctx, graphs.skip(x, y)))
         assert worlds.count_contexts() == 200
         assert cluster.workers[0].call(worlds.count_contexts) == 200

@@ -31,7 +31,7 @@ def make_module(cluster: Cluster) -> RemoteModule:
     return cluster.workers[0].module(Net, 4, 3)
 
 
-# -- backward outside of a context ---------------------------------------------------------------------------------------
+# -- backward outside a context ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -40,7 +40,7 @@ def test_local_backward_through_a_result_warns_and_says_what_to_call(cluster: Cl
     head = nn.Linear(WAYS[way](module, make_input(1)).shape[1], 1, dtype=torch.float64)
     loss = head(WAYS[way](module, make_input(1))).sum()
     with pytest.warns(
-        UserWarning, match=r"result of Net on worker0, which was called outside of a context.*ctx\.backward\(loss\)"
+        UserWarning, match=r"result of Net on worker0, which was called outside a context.*ctx\.backward\(loss\)"
     ) as caught:
         loss.backward()
     assert [warning.filename for warning in caught] == [__file__]
@@ -49,7 +49,7 @@ def test_local_backward_through_a_result_warns_and_says_what_to_call(cluster: Cl
 
 def test_a_pass_of_a_context_warns_of_a_result_from_outside(cluster: Cluster) -> None:
     result = make_module(cluster)(make_input(1))
-    with gw.autograd.context() as ctx, pytest.warns(UserWarning, match="was called outside of a context"):
+    with gw.autograd.context() as ctx, pytest.warns(UserWarning, match="was called outside a context"):
         ctx.backward(result.sum())
 
 

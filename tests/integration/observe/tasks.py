@@ -22,7 +22,7 @@ def scale(value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 def pass_on(value: torch.Tensor) -> torch.Tensor:
-    """A call inside of a call."""
+    """A call inside a call."""
     found: torch.Tensor = rpc.rpc_sync("worker1", scale, args=(value, value))
     return found * 2
 

@@ -52,7 +52,7 @@ def leak_check() -> Iterator[None]:
 
 
 def train() -> None:
-    """A step with calls that are waited for and others, a call inside of a call, a pass through three workers."""
+    """A step with calls that are waited for and others, a call inside a call, a pass through three workers."""
     weight = rpc.remote("worker0", tasks.make_weight)
     optimizer = DistributedOptimizer(torch.optim.SGD, [weight], lr=0.1)
     with autograd.context() as context_id:

@@ -1,4 +1,4 @@
-"""Modules with tied weights, and remote modules inside of others: every parameter is trained, and once."""
+"""Modules with tied weights, and remote modules inside others: every parameter is trained, and once."""
 
 from __future__ import annotations
 

@@ -247,7 +247,7 @@ def _serve(address: str) -> None:
 
 
 def _on_interrupt(number: int, frame: FrameType | None) -> None:
-    """As gradwire's own inside of what the test sent; elsewhere it would cut what puppet and test say to each other."""
+    """As gradwire's own inside what the test sent; elsewhere it would cut what puppet and test say to each other."""
     from gradwire import _interrupts
 
     outer = frame

@@ -1,4 +1,4 @@
-"""Sharded tensors over RPC workers in calls: by themselves, inside of things, there and back, and what cannot be sent."""
+"""Sharded tensors over RPC workers in calls: by themselves, inside things, there and back, and what cannot be sent."""
 
 from __future__ import annotations
 

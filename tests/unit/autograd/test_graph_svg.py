@@ -49,7 +49,7 @@ def test_names_are_escaped_and_fit(name: str) -> None:
 
 
 def check_texts(root: ElementTree.Element) -> None:
-    """Text is inside of its box, lane or picture, and in none of two boxes at once."""
+    """Text is inside its box, lane or picture, and in none of two boxes at once."""
     for group in root.iter(f"{SVG}g"):
         rect = group.find(f"{SVG}rect")
         for item in group.findall(f"{SVG}text") if rect is not None else ():

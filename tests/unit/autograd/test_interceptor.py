@@ -35,7 +35,7 @@ def _rebuild(plain: torch.Tensor) -> torch.Tensor:
 
 
 class CutOff(torch.Tensor):
-    """Is rebuilt outside of the graph."""
+    """Is rebuilt outside the graph."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _rebuild_cut_off, (self.as_subclass(torch.Tensor),)

@@ -141,7 +141,7 @@ def test_a_subclass_keeps_class_elements_and_attributes() -> None:
     assert type(made.weights) is torch.Tensor
     assert torch.equal(made.as_subclass(torch.Tensor), torch.arange(float(LARGE)))
     assert [tensor.numel() for tensor in packed.tensors] == [LARGE, LARGE]
-    assert len(packed.body) < 1000, "elements stay outside of the pickle"
+    assert len(packed.body) < 1000, "elements stay outside the pickle"
 
 
 def test_the_same_tensor_twice_arrives_as_one() -> None:

@@ -149,7 +149,7 @@ def _place(tensor: ShardedTensor, backend: Backend, device: torch.device) -> Non
     own = device
     if device.type == "cuda" and device.index is None and torch.cuda.is_available():
         own = torch.device("cuda", torch.cuda.current_device())
-    names = backend.gather_objects(str(own)) if backend.participants else []  # none outside of the group
+    names = backend.gather_objects(str(own)) if backend.participants else []  # none outside the group
     by_place = dict(zip(backend.participants, names, strict=True))
     shards = [
         ShardMetadata(
@@ -195,7 +195,7 @@ def _could_be_same(input: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _are_all(flags: torch.Tensor) -> bool:
-    """Return whether all elements are True; outside of the process group, where there are none, return True."""
+    """Return whether all elements are True; outside the process group, where there are none, return True."""
     assert isinstance(flags, ShardedTensor)  # as one of the operands was
     backend = flags._backend
     is_outside = isinstance(backend, GroupBackend) and not backend.is_member
