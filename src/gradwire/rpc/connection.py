@@ -10,8 +10,8 @@ another: ``calls`` for user functions, ``control`` for everything that must neve
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import functools
 import sys
 import threading
 import time
@@ -342,11 +342,30 @@ class Connection:
                 return
             # Decoded together with the last message of the handshake, when it was still allowed.
             raise DecodeError(f"a {type(message).__name__} message is not allowed after the handshake")
-        call_id, requests = message.call_id, self.requests
-        if call_id == NOTICE_ID:
+        if message.call_id == NOTICE_ID:
             self.reader.allow_take_over()
             self.agent.notices.received(self.info, frame)
             return
+        request, refusal = self.admit(frame, message)
+        self.reader.allow_take_over()
+        if request is None:
+            return
+        if refusal is not None:
+            self.fail(request, refusal)
+        elif self.lane == "control":
+            self.server.run_control(request)
+        else:
+            self.server.run(request)
+
+    def admit(self, frame: Frame, message: Call) -> tuple[Request | None, TransportError | None]:
+        """List a request, which gets a slot if one is free.
+
+        Called by one thread at a time, in the order in which calls arrive: a later one must not get the slot.
+
+        Returns:
+            The request, if it is to be handled now, and why it is refused, if it is. None if it is queued or cancelled.
+        """
+        call_id, requests = message.call_id, self.requests
         if call_id in requests:
             raise DecodeError(f"call {call_id} was received again while in progress")
         now = time.monotonic()
@@ -354,31 +373,29 @@ class Connection:
         requests[call_id] = request = Request(self, call_id, message.function, frame, message.notes, deadline, now)
         if call_id > self.last_call_id:
             self.last_call_id = call_id
-        if self.reader is not None:
-            self.reader.allow_take_over()
         if self.cancelled and call_id in self.cancelled:  # its cancellation arrived first: the lanes race
             requests.pop(call_id, None)  # the connection may be ending
-        elif frame.shortage:
+            return None, None
+        if frame.shortage:
             text = (
                 f"worker {self.agent.info.name} is out of memory for the arguments of {message.function}: "
                 f"{frame.shortage}"
             )
-            self.fail(request, ResourceExhausted(text))
-        elif len(requests) > self.max_in_flight and self._has_too_many():
+            return request, ResourceExhausted(text)
+        if len(requests) > self.max_in_flight and self._has_too_many():
             text = (
                 f"worker {self.agent.info.name} refused a call: worker {self.info.name} has more than {self.max_in_flight} "
                 f"calls in flight on this connection ({message.function or 'a function sent by value'}); wait for earlier "
                 "calls"
             )
-            self.fail(request, LimitExceeded(text))
-        elif self.lane == "control":
-            self.server.run_control(request)
-        else:
-            if self.reader is not None:
-                self.reader.is_lingered_on = True  # a call is often followed by the next
-            if events.sink is not None:
-                request.received_ns = time.monotonic_ns()
-            self.server.accept(request)
+            return request, LimitExceeded(text)
+        if self.lane == "control":
+            return request, None
+        if self.reader is not None:
+            self.reader.is_lingered_on = True  # a call is often followed by the next
+        if events.sink is not None:
+            request.received_ns = time.monotonic_ns()
+        return (request if self.server.admit(request) else None), None
 
     def _has_too_many(self) -> bool:
         # The caller no longer counts cancelled calls, although they may still run here; their number is limited as well.
@@ -548,7 +565,7 @@ class Connection:
 
 
 class LoopbackStream:
-    """Stream for calls of a worker to itself: a sent frame arrives as a copy.
+    """Stream for calls of a worker to itself: a sent frame arrives as a copy. Calls get slots in the order of `send`.
 
     Attributes:
         connection: The connection that is both ends.
@@ -558,6 +575,8 @@ class LoopbackStream:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
+        self._arrived: collections.deque[tuple[Frame, Call]] = collections.deque()
+        self._lock = threading.Lock()  # makes the order of admission that of arrival
         self.is_closed = False
 
     def send(
@@ -569,7 +588,7 @@ class LoopbackStream:
         hold_back: bool = False,
         devices: DeviceNames | None = None,
     ) -> None:
-        """Hand a frame over: calls to a service thread, answers in this one."""
+        """Hand a frame over: the function of a call runs in a service thread, answers are handled in this one."""
         if self.is_closed:
             raise ConnectionClosed("this worker has shut down")
         buffers: list[bytearray] = []
@@ -591,13 +610,24 @@ class LoopbackStream:
             message.tensors = tuple(metas)
         frame = Frame(message, body, buffers)
         if isinstance(message, Call):
-            self._agent.reactor.run_soon(functools.partial(self._deliver, frame))
+            self._arrived.append((frame, message))
+            self._agent.reactor.run_soon(self._deliver)
         else:
             self.connection._on_answer(frame)
 
-    def _deliver(self, frame: Frame) -> None:
-        if not self.is_closed:
-            self.connection._on_request(frame)
+    def _deliver(self) -> None:
+        # In a service thread: a caller must not wait for locks, as it may be a finalizer, nor be interrupted with a slot.
+        server, admitted = self._agent.server, []
+        with self._lock:
+            while self._arrived:  # those of other threads, too
+                frame, message = self._arrived.popleft()
+                request = None if self.is_closed else self.connection.admit(frame, message)[0]
+                if request is not None:
+                    admitted.append(request)
+        for request in admitted[1:]:
+            server.run_soon(request)
+        if admitted:
+            server.run(admitted[0])
 
     def close(self) -> None:
         self.is_closed = True

@@ -307,7 +307,7 @@ class Server:
                 with self._lock:
                     granted = self.slots.on_stall(is_working)
                 for request in granted:
-                    self._run_soon(request)
+                    self.run_soon(request)
         if self.slots.num_queued or self.slots.num_held:
             wanted = min(wanted, now + _LOOK_FOR_WAITS_S)
             self._report_long_wait(now)
@@ -348,14 +348,16 @@ class Server:
         before, self._busyness = self._busyness, {number: busyness(number) for number in numbers if number is not None}
         return any(now.is_ready or now.ticks > before.get(thread, now).ticks for thread, now in self._busyness.items())
 
-    def accept(self, request: Request | None, has_slot: bool = False) -> None:
-        """Run a request here and now if a slot is free, and then those that get the slot after it; else queue it."""
-        if request is not None and not has_slot:
-            with self._lock:  # a worker's own calls are never held back
-                may_run = self.slots.on_request(request, is_own=request.source.reader is None)
-            if not may_run:
-                self.agent.reactor.expect(time.monotonic() + _STALL_S)
-                return
+    def admit(self, request: Request) -> bool:
+        """Return whether a request has got a slot, and must be run; else it is queued."""
+        with self._lock:  # a worker's own calls are never held back
+            has_slot = self.slots.on_request(request, is_own=request.source.reader is None)
+        if not has_slot:
+            self.agent.reactor.expect(time.monotonic() + _STALL_S)
+        return has_slot
+
+    def run(self, request: Request | None) -> None:
+        """Run a request that has a slot here and now, and then those that get the slot after it."""
         while request is not None:
             with self._lock:
                 now = time.monotonic()
@@ -363,7 +365,7 @@ class Server:
                 if is_wanted:
                     request.phase, request.started = "run", now
             if is_wanted:
-                self._run(request)
+                self._run_function(request)
             else:
                 request.source.requests.pop(request.call_id, None)
             with self._lock:
@@ -378,13 +380,14 @@ class Server:
         with self._lock:
             granted = self.slots.on_serve()
         for request in granted:
-            self._run_soon(request)
+            self.run_soon(request)
         self.agent.reactor.expect(time.monotonic() + _STALL_S)  # the rest is queued
 
-    def _run_soon(self, request: Request) -> None:
-        self.agent.reactor.run_soon(partial(self.accept, request, True))
+    def run_soon(self, request: Request) -> None:
+        """Like `run`, in a service thread."""
+        self.agent.reactor.run_soon(partial(self.run, request))
 
-    def _run(self, request: Request) -> None:
+    def _run_function(self, request: Request) -> None:
         """Run the user's function, wrapped by the interceptors, and send its result or error."""
         outer, thread, source, notes = current.request, threading.get_ident(), request.source, request.notes
         current.request = self._executing[thread] = request
@@ -522,7 +525,7 @@ class Server:
         with self._lock:
             successor = self.slots.on_wait()
         if successor is not None:
-            self._run_soon(successor)
+            self.run_soon(successor)
         try:
             yield
         finally:

@@ -31,6 +31,7 @@ from gradwire.rpc.connection import LoopbackStream
 from gradwire.rpc.interceptors import Envelope, Interceptor
 from gradwire.rpc.meeting_point import MeetingPoint
 from gradwire.rpc.meeting_store import TorchStore
+from gradwire.rpc.reader import Reader
 from gradwire.rpc.rendezvous import StoreDirectory
 from gradwire.rpc.server import Slots
 from gradwire.testing.transports import write_raw
@@ -77,6 +78,45 @@ def without_gc() -> Iterator[None]:
     gc.disable()
     yield
     gc.enable()
+
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_worker_to_itself_get_slots_in_their_order(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the service thread that is to run the second is faster than the one for the first."""
+    (a,) = make_agents("a", num_worker_threads=1)
+    tasks: list[Callable[[], object]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr(Slots, "on_stall", lambda *args: [])  # none runs beyond the limit
+        patch.setattr(a.reactor, "run_soon", tasks.append)
+        futures = [a.submit("a", handlers.note, (number,)) for number in range(3)]
+        for task in reversed(tasks):
+            task()
+    for future in futures:
+        future.wait()
+    assert handlers.seen == [0, 1, 2]
+
+
+def test_a_call_gets_its_slot_before_another_thread_may_read_the_next(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, b = make_agents("a", "b")
+    assert a.call("b", operator.add, (1, 2)) == 3  # connects
+    (there,) = [item for item in b.server.incoming if item.lane == "calls"]
+    found: list[int] = []
+    allow_take_over = Reader.allow_take_over
+
+    def look(reader: Reader) -> None:
+        if reader is there.reader:
+            found.append(b.server.slots.num_running)
+        allow_take_over(reader)
+
+    monkeypatch.setattr(Reader, "allow_take_over", look)
+    assert a.call("b", operator.add, (1, 2)) == 3
+    assert found == [1]
 
 
 # -- callbacks ---------------------------------------------------------------------------------------------------------

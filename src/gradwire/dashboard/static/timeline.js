@@ -155,7 +155,7 @@ function describe(span) {
   return parts.join(" · ");
 }
 
-// Put spans that overlap into different rows: what runs inside of another comes below it.
+// Put spans that overlap into different rows: what runs inside another comes below it.
 function pack(spans, worker) {
   const ends = [];
   const rows = [];
