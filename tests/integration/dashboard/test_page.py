@@ -87,7 +87,8 @@ def page(browser: playwright.Browser) -> Iterator[playwright.Page]:
     page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
     yield page
     page.close()
-    assert problems == []
+    # Not an error of the page: Chromium fails requests when the network of this machine changes. The stream is opened again.
+    assert [text for text in problems if "net::ERR_NETWORK_CHANGED" not in text] == []
 
 
 def test_workers_and_edges_appear_and_a_killed_worker_turns_red(
