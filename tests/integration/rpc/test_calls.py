@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import operator
 import os
 import sys
@@ -60,6 +61,33 @@ def test_call_to_oneself_runs_in_another_thread_and_copies(pair: list[Agent]) ->
     assert result.tolist() == [1, 1, 1]
     assert result.data_ptr() != value.data_ptr()
     assert rpc.rpc_sync("a", threading.get_ident) != threading.get_ident()
+
+
+CALLS_WHILE_IMPORTED = """
+from gradwire import rpc
+from rpc import handlers
+
+class Box(list):
+    pass
+
+def f(box):
+    return sum(box)
+
+direct = rpc.rpc_sync("a", f, args=(Box([1, 2]),), timeout=20)
+from_there = rpc.rpc_sync("b", handlers.pass_on, args=("a", f, [3]), timeout=20)
+future = rpc.rpc_async("a", f, args=([4],), timeout=20).wait()
+"""
+
+
+def test_a_module_that_calls_its_own_functions_while_it_is_imported(
+    pair: list[Agent], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls wait for an import in progress, unless that would be to wait for themselves."""
+    (tmp_path / "calls_itself.py").write_text(CALLS_WHILE_IMPORTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    module = importlib.import_module("calls_itself")
+    assert (module.direct, module.from_there, module.future) == (3, 3, 4)
+    del sys.modules["calls_itself"]
 
 
 def test_call_to_oneself_does_not_alias_lists(pair: list[Agent]) -> None:

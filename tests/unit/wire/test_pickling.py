@@ -498,6 +498,46 @@ def test_a_module_of_a_package_that_another_thread_is_importing(
         del sys.modules[name]
 
 
+SLOW = "import importing\ndef f(): return g()\nimporting.begun.set(); assert importing.go_on.wait(30)\n"
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"),
+    [("def g(): return 7", "7"), ("raise OSError('no disk')", "OSError: no disk"), ("del f", "NoSuchFunction")],
+)
+def test_a_function_of_a_module_that_another_thread_is_importing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rest: str, expected: str
+) -> None:
+    """The function exists already, but not what it uses."""
+    (tmp_path / "slow_module.py").write_text(SLOW + rest)
+    monkeypatch.syspath_prepend(tmp_path)
+    importing: Any = types.ModuleType("importing")
+    importing.begun, importing.go_on = threading.Event(), threading.Event()
+    monkeypatch.setitem(sys.modules, "importing", importing)
+    num_looks = 0
+    walk = pickling._walk
+
+    def count_looks(*args: Any) -> Any:
+        nonlocal num_looks
+        num_looks += 1
+        return walk(*args)
+
+    monkeypatch.setattr(pickling, "_walk", count_looks)
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(importlib.import_module, "slow_module")
+        try:
+            assert importing.begun.wait(30)
+            found = pool.submit(serialization.resolve_function, "slow_module:f")
+            wait_until(lambda: num_looks > 3 or found.done(), 30.0, "that the second thread waits for the first")
+            assert not found.done()
+        finally:
+            importing.go_on.set()
+        error = found.exception(30)
+        assert expected in (f"{type(error).__name__}: {error}" if error else str(found.result()()))
+        assert other.exception(30) is None or rest.startswith("raise")
+    sys.modules.pop("slow_module", None)
+
+
 def define(source: str, **names: Any) -> types.FunctionType:
     """A function `f` as a script defines it."""
     space: dict[str, Any] = {"__name__": "__main__", **names}
