@@ -26,6 +26,9 @@ from file_order import is_slow, number_of
 from gradwire.rpc.agent import Agent
 from gradwire.testing import LeakCheck, local_agents, wait_until
 from gradwire.testing.leaks import contexts_left
+from hung_tests import pytest_configure, pytest_timeout_set_timer
+
+__all__ = ["pytest_configure", "pytest_timeout_set_timer"]
 
 MakeAgents = Callable[..., list[Agent]]
 

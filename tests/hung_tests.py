@@ -1,0 +1,73 @@
+"""A test that takes too long ends its process, after the stacks of that process and of those that it started were printed.
+
+pytest-timeout prints the stacks of one process, and under xdist to where no one sees them. Hooks for ``conftest.py``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PY_SPY_S = 10.0
+_stderr = -1  # the real one: tests run with another one in its place
+
+
+def pytest_configure() -> None:
+    global _stderr
+    _stderr = os.dup(2)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """In place of the function of this name in pytest-timeout, whose counterpart calls ``cancel_timeout``."""
+    timer = threading.Timer(settings.timeout, _end_process, (item.nodeid, settings.timeout))
+    timer.name = f"pytest_timeout {item.nodeid}"
+
+    def cancel() -> None:
+        timer.cancel()
+        timer.join()
+
+    item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    timer.start()
+    return True
+
+
+def _end_process(test: str, timeout_s: float) -> None:
+    try:
+        _write(
+            f"\n{test} has not ended within {timeout_s:.0f} s; this process ends now. Stacks of all its processes:\n"
+        )
+        for pid in [os.getpid(), *descendants(os.getpid())]:
+            _write(stacks(pid) + "\n")
+    finally:
+        os._exit(1)
+
+
+def _write(text: str) -> None:
+    os.write(_stderr, text.encode(errors="replace"))
+
+
+def stacks(pid: int) -> str:
+    """Return the stacks of all threads of a Python process, or why they cannot be read."""
+    command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid", str(pid)]
+    try:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=_PY_SPY_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"process {pid}: {error}"
+    return done.stdout.decode(errors="replace")
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the processes that a process has started, those that they have started, and so on."""
+    children: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            children += map(int, task.read_text().split())
+    return [found for child in children for found in (child, *descendants(child))]
