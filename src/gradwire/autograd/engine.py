@@ -134,9 +134,10 @@ class DistEngine:
         self.lost: set[int] = set()  # ranks of workers that were lost and have not been connected since
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
         self._last_participants: set[int] = set()  # ranks in the last pass from here: the next one often has the same
-        # Committed passes, by context: the pass, the ranks that have to be told, and the deadline for that. Changed by
+        # Committed passes, by context: the pass, the ranks that have to be told, and the deadline for that. Taken from it by
         # single operations only.
         self.due: dict[int, tuple[int, frozenset[int], float]] = {}
+        self._owing = threading.Lock()  # guards replacing one in it: passes of one context may end at once
         self._has_owed = False  # a commit since the timer last ran
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders do not take part in
@@ -476,7 +477,9 @@ class DistEngine:
         if self.container.find(context_id) is None:
             return  # they are told of its end
         when = time.monotonic() + _OWE_S
-        earlier, self.due[context_id] = self.due.get(context_id), (pass_id, frozenset(ranks), when)
+        with self._owing:
+            earlier = self.due.get(context_id)
+            self.due[context_id] = pass_id, frozenset(ranks), when
         if earlier is not None:
             self._tell_all(earlier[1], "autograd.commit", CommitPass(context_id, earlier[0]))
         self._has_owed = True

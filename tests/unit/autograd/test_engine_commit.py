@@ -372,3 +372,36 @@ def test_abort_that_overtakes_the_message_it_is_about(trio: list[Agent]) -> None
 
 def _raise(_: torch.Tensor) -> None:
     raise ValueError("on purpose")
+
+
+def test_two_passes_of_a_context_that_end_at_once_are_both_committed(
+    trio: list[Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second ends while the first is between reading what is due and replacing it."""
+    engine = engine_of(trio[0])
+    told: list[int] = []
+
+    class Interrupted(dict[int, tuple[int, frozenset[int], float]]):
+        def get(self, context_id: int, default: Any = None) -> Any:
+            found = super().get(context_id, default)
+            if not (2 in ended or engine._owing.locked()):
+                end_second(context_id)
+            return found
+
+    ended: set[int] = set()
+
+    def end_second(context_id: int) -> None:
+        ended.add(2)
+        engine.owe_commit(context_id, 2, [1])
+
+    def note(ranks: Collection[int], _: str, message: Any) -> None:
+        told.extend([message.pass_id] if ranks else [])
+
+    monkeypatch.setattr(engine, "_tell_all", note)
+    monkeypatch.setattr(engine, "due", Interrupted())
+    with gw.autograd.context() as ctx:
+        engine.owe_commit(ctx, 1, [1])
+        if not ended:
+            end_second(ctx)
+        engine.tell_due()
+        assert sorted(told) == [1, 2]
