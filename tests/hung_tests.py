@@ -6,7 +6,9 @@ pytest-timeout prints the stacks of one process, and under xdist to where no one
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +17,9 @@ from typing import Any
 
 import pytest
 
+GRACE_S = 30.0
+"""How much later a process ends that could not print the stacks, because a thread keeps the GIL for ever."""
+
 _PY_SPY_S = 10.0
 _stderr = -1  # the real one: tests run with another one in its place
 
@@ -22,6 +27,8 @@ _stderr = -1  # the real one: tests run with another one in its place
 def pytest_configure() -> None:
     global _stderr
     _stderr = os.dup(2)
+    # Without the GIL: this prints the stacks, and lets the signal end the process.
+    faulthandler.register(signal.SIGALRM, file=_stderr, chain=True)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
@@ -31,11 +38,13 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     timer.name = f"pytest_timeout {item.nodeid}"
 
     def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
         timer.cancel()
         timer.join()
 
     item.cancel_timeout = cancel  # type: ignore[attr-defined]
     timer.start()
+    signal.setitimer(signal.ITIMER_REAL, settings.timeout + GRACE_S)
     return True
 
 

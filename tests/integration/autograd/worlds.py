@@ -17,6 +17,7 @@ import torch
 
 import gradwire as gw
 from gradwire import rpc
+from gradwire._torch import CppList
 from gradwire.errors import UnknownContext
 
 WORKERS = ("driver", "worker0", "worker1", "worker2")
@@ -28,6 +29,9 @@ DEVICES = ["cpu"]
 """Of this process, for the places of programs; whoever has others adds them. Weights are spread over all of them."""
 
 _weights: dict[str, torch.nn.Parameter] = {}  # of this worker; never taken by the oracle
+_kept: list[
+    Any
+] = []  # refers to them from C++: without it, threads that use one at the same time can stop for ever (ADR 20)
 _lock = threading.Lock()  # guards making weights
 _oracle: contextvars.ContextVar[OneProcess | None] = contextvars.ContextVar("oracle", default=None)
 
@@ -122,6 +126,8 @@ def weight(key: str, *shape: int) -> torch.nn.Parameter:
     with _lock:
         if name not in weights:
             weights[name] = _make_weight(name, shape or (3,))
+            if world is None:
+                _kept.append(CppList([weights[name]]))
     return weights[name]
 
 
