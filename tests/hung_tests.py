@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytest_timeout
 
 GRACE_S = 30.0
-"""How much later a process ends that could not print the stacks, because a thread keeps the GIL for ever."""
+"""How much later a process is ended in which no thread can print them, because one keeps the GIL for ever."""
 
 _PY_SPY_S = 10.0
 _stderr = -1  # the real one: tests run with another one in its place
@@ -27,14 +28,12 @@ _stderr = -1  # the real one: tests run with another one in its place
 def pytest_configure() -> None:
     global _stderr
     _stderr = os.dup(2)
-    # Without the GIL: this prints the stacks, and lets the signal end the process.
-    faulthandler.register(signal.SIGALRM, file=_stderr, chain=True)
 
 
 @pytest.hookimpl(tryfirst=True, optionalhook=True)
 def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
     """In place of the function of this name in pytest-timeout, whose counterpart calls ``cancel_timeout``."""
-    timer = threading.Timer(settings.timeout, _end_process, (item.nodeid, settings.timeout))
+    timer = threading.Timer(settings.timeout, _end_process, (item.nodeid, settings))
     timer.name = f"pytest_timeout {item.nodeid}"
 
     def cancel() -> None:
@@ -43,18 +42,23 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
         timer.join()
 
     item.cancel_timeout = cancel  # type: ignore[attr-defined]
+    # Needs no GIL: it prints the stacks of this process, and lets the signal end it. Set anew, as a test may have reset it.
+    faulthandler.unregister(signal.SIGALRM)
+    faulthandler.register(signal.SIGALRM, file=_stderr, chain=True)
     timer.start()
     signal.setitimer(signal.ITIMER_REAL, settings.timeout + GRACE_S)
     return True
 
 
-def _end_process(test: str, timeout_s: float) -> None:
+def _end_process(test: str, settings: Any) -> None:
+    signal.setitimer(signal.ITIMER_REAL, 0.0)
+    if not settings.disable_debugger_detection and pytest_timeout.is_debugging():
+        return
     try:
-        _write(
-            f"\n{test} has not ended within {timeout_s:.0f} s; this process ends now. Stacks of all its processes:\n"
-        )
-        for pid in [os.getpid(), *descendants(os.getpid())]:
-            _write(stacks(pid) + "\n")
+        _write(f"\n{test} has not ended within {settings.timeout:.0f} s; its processes end now, with these stacks:\n\n")
+        faulthandler.dump_traceback(_stderr)
+        for pid in descendants(os.getpid()):
+            _write("\n" + stacks(pid))
     finally:
         os._exit(1)
 

@@ -157,11 +157,6 @@ def wait_for(condition: threading.Condition, predicate: Callable[[], bool], time
     return True
 
 
-def is_wait(code: CodeType) -> bool:
-    """Return whether a function is one of the waits above, or one that calls user code."""
-    return code in _interruptible or code is wait.__code__
-
-
 def _on_interrupt(_number: int, frame: FrameType | None) -> None:
     """Raise `KeyboardInterrupt`, or defer it while the main thread is in gradwire code.
 

@@ -134,10 +134,10 @@ class DistEngine:
         self.lost: set[int] = set()  # ranks of workers that were lost and have not been connected since
         self._tried: set[int] = set()  # ranks to which a connection was tried; changed by single operations only
         self._last_participants: set[int] = set()  # ranks in the last pass from here: the next one often has the same
-        # Committed passes, by context: the pass, the ranks that have to be told, and the deadline for that. Taken from it by
-        # single operations only.
+        # Committed passes, by context: the pass, the ranks that have to be told, and the deadline for that. Entries are
+        # taken out by single operations only.
         self.due: dict[int, tuple[int, frozenset[int], float]] = {}
-        self._owing = threading.Lock()  # guards replacing one in it: passes of one context may end at once
+        self._owing = threading.Lock()  # guards replacing an entry: passes of one context may end at once
         self._has_owed = False  # a commit since the timer last ran
         self.num_passes = 0
         self.num_refused = 0  # messages about contexts or passes that their senders do not take part in

@@ -18,7 +18,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 import cloudpickle
@@ -123,8 +123,7 @@ class _Unpickler(pickle.Unpickler):
             module = "__main__"
         elif module not in sys.modules:
             import_module(module)
-        found = _find_while_imported(sys.modules.get(module), name)
-        return super().find_class(module, name) if found is None else found
+        return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> torch.Tensor:
         if type(pid) is not int or not 0 <= pid < len(self._tensors):
@@ -419,8 +418,8 @@ register_plain_type(CarriedFunction, "gradwire.function", lambda item: (item.pic
 
 
 _MAX_KNOWN = 4096
-_IMPORT_S: Final = 60.0  # as long as a call may take by default
-_IMPORT_LOOK_S: Final = 0.002
+_IMPORT_S: Final = 2.0
+_IMPORT_LOOK_S: Final = 0.005
 _modules: dict[str, tuple[ModuleType, str]] = {}  # where functions were found
 _known: dict[Any, str] = {}  # names that were found; modules hold their functions for good anyway
 
@@ -494,9 +493,12 @@ def _resolve(name: str) -> Callable[..., Any]:
     module_name, _, qualname = name.partition(":")
     if not module_name or not qualname:
         raise ImportError(f"{name!r} is not a valid function name; expected module:qualname")
-    found = _find_while_imported(sys.modules.get(module_name), qualname)
+    _wait_imported(sys.modules.get(module_name) or _import(module_name, name))
+    module = sys.modules.get(module_name) or _import(module_name, name)  # anew, if the other thread's import has failed
+    found = _walk(module, qualname)
     if found is None:
-        found = _walk(sys.modules.get(module_name) or _import(module_name, name), qualname)
+        # If another thread is still importing it, this waits until it has ended.
+        found = _walk(_import(module_name, name), qualname)
     if found is None:
         raise NoSuchFunction(
             f"module {module_name!r} has no {qualname!r} on the called worker (asked for {name!r}); the RPC pickler does "
@@ -507,7 +509,7 @@ def _resolve(name: str) -> Callable[..., Any]:
     if "." not in qualname:
         if len(_modules) >= _MAX_KNOWN:
             _modules.clear()
-        _modules[name] = (sys.modules[module_name], qualname)
+        _modules[name] = (module, qualname)
     return found  # type: ignore[no-any-return]
 
 
@@ -518,33 +520,15 @@ def _walk(module: ModuleType | None, qualname: str) -> Any:
     return found
 
 
-def _find_while_imported(module: ModuleType | None, qualname: str) -> Any:
-    """Wait while another thread imports a module: what is in it may need names that the module has yet to define.
+def _wait_imported(module: ModuleType) -> None:
+    """Wait while another thread imports a module: its functions may need names that it has yet to define.
 
-    If that thread waits for a call, which may be this one, return what the module has of that name so far. Return None if
-    no import is in progress (any more).
+    Not for long: the module's own code may be waiting for this call, or may serve calls until the program ends.
     """
-    until = time.monotonic() + _IMPORT_S
+    spec, until = getattr(module, "__spec__", None), time.monotonic() + _IMPORT_S
     # Python's own import statement decides by this attribute whether it has to wait.
-    while getattr(getattr(module, "__spec__", None), "_initializing", False) is True and time.monotonic() < until:
-        found = _walk(module, qualname)
-        if found is not None and _importer_waits(module):
-            return found
+    while getattr(spec, "_initializing", False) is True and time.monotonic() < until:
         _interrupts.sleep(_IMPORT_LOOK_S)
-    return None
-
-
-def _importer_waits(module: ModuleType | None) -> bool:
-    """Return whether the thread that runs the body of a module has called gradwire there, and waits."""
-    for frame in sys._current_frames().values():
-        inner: FrameType | None = frame
-        is_waiting = False
-        while inner is not None:
-            if inner.f_code.co_name == "<module>" and inner.f_globals is vars(module):
-                return is_waiting
-            is_waiting = is_waiting or _interrupts.is_wait(inner.f_code)
-            inner = inner.f_back
-    return False
 
 
 def _import(module_name: str, name: str) -> ModuleType:

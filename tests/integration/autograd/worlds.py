@@ -29,9 +29,8 @@ DEVICES = ["cpu"]
 """Of this process, for the places of programs; whoever has others adds them. Weights are spread over all of them."""
 
 _weights: dict[str, torch.nn.Parameter] = {}  # of this worker; never taken by the oracle
-_kept: list[
-    Any
-] = []  # refers to them from C++: without it, threads that use one at the same time can stop for ever (ADR 20)
+# Refers to them from C++: without it, threads that use one of them at the same time can stop for ever (ADR 20).
+_kept: list[Any] = []
 _lock = threading.Lock()  # guards making weights
 _oracle: contextvars.ContextVar[OneProcess | None] = contextvars.ContextVar("oracle", default=None)
 

@@ -59,6 +59,20 @@ def double(value: torch.Tensor) -> torch.Tensor:
     return value * 2
 
 
+root_waits = threading.Event()
+
+
+def double_when_root_waits(value: torch.Tensor) -> torch.Tensor:
+    """Like `double`, but the gradient comes only when the worker that called backward waits for it."""
+    result = value * 2
+    result.register_hook(lambda _: assert_set(root_waits))
+    return result
+
+
+def assert_set(event: threading.Event) -> None:
+    assert event.wait(30.0)
+
+
 def fail() -> None:
     raise KeyError("no such thing")
 
@@ -144,10 +158,16 @@ def test_calls_that_no_thread_waits_for(agents: list[Agent], told: Told) -> None
     assert set(out) == {flow for event in told for flow in event.flow_in}
 
 
-def test_backward_has_its_parts_on_every_worker(agents: list[Agent], told: Told) -> None:
+def test_backward_has_its_parts_on_every_worker(
+    agents: list[Agent], told: Told, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = agents[0].extensions["autograd"]
+    wait_over = engine._wait_over
+    monkeypatch.setattr(engine, "_wait_over", lambda current: (root_waits.set(), wait_over(current)))
+    root_waits.clear()
     value = torch.ones(3, requires_grad=True)
     with autograd.context() as context_id:
-        result = rpc.rpc_sync("c", double, args=(rpc.rpc_sync("b", double, args=(value,)),))
+        result = rpc.rpc_sync("c", double_when_root_waits, args=(rpc.rpc_sync("b", double, args=(value,)),))
         autograd.backward(context_id, [result.sum()])
         assert_close(autograd.get_gradients(context_id)[value], torch.full((3,), 4.0))
         root = told.one("backward", "a")

@@ -83,7 +83,6 @@ def test_all_workers_are_on_one_time_line(cluster: Cluster, tmp_path: Path) -> N
     assert {
         ("driver", "call"),
         ("driver", "backward"),
-        ("driver", "wait"),
         ("worker0", "run"),
         ("worker1", "queue"),
     } <= kinds
@@ -101,10 +100,10 @@ def test_slices_of_a_thread_are_nested_as_its_calls_are(cluster: Cluster, tmp_pa
     (outer,) = [item for item in slices if item.name == "run pass_on"]
     inner = [item.name for item in outer.children]
     assert inner[0] == "call scale"
-    kinds = [item.kind for item in outer.children[0].children if item.kind != "connection"]  # the first call connects
-    assert kinds == ["serialize", "wire", "deserialize"]
+    parts = [item.kind for item in outer.children[0].children if item.kind != "connection"]  # the first call connects
+    assert parts == ["serialize", "wire", "deserialize"]
     (root,) = [item for item in slices if item.kind == "backward" and worker_of(item) == "driver"]
-    assert {"join", "wait", "local_engine"} <= {item.kind for item in root.children}
+    assert {"join", "local_engine"} <= {item.kind for item in root.children}  # and "wait", if it was first to end
     waiting = [item for item in slices if item.track.startswith("calls")]
     assert [item.name for item in waiting if worker_of(item) == "driver"].count("call scale") == 3
 

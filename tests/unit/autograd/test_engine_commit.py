@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
@@ -377,31 +378,27 @@ def _raise(_: torch.Tensor) -> None:
 def test_two_passes_of_a_context_that_end_at_once_are_both_committed(
     trio: list[Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second ends while the first is between reading what is due and replacing it."""
+    """The second ends while the first looks up what is due; it must wait until the first has replaced that."""
     engine = engine_of(trio[0])
     told: list[int] = []
+    second = threading.Thread(target=lambda: engine.owe_commit(context_id, 2, [1]))
 
-    class Interrupted(dict[int, tuple[int, frozenset[int], float]]):
-        def get(self, context_id: int, default: Any = None) -> Any:
-            found = super().get(context_id, default)
-            if not (2 in ended or engine._owing.locked()):
-                end_second(context_id)
+    class Due(dict[int, tuple[int, frozenset[int], float]]):
+        def get(self, *args: Any) -> Any:
+            found = super().get(*args)
+            if second.ident is None:
+                second.start()
+                wait_until(lambda: not second.is_alive() or engine._owing.locked(), 30.0, "the second")
             return found
-
-    ended: set[int] = set()
-
-    def end_second(context_id: int) -> None:
-        ended.add(2)
-        engine.owe_commit(context_id, 2, [1])
 
     def note(ranks: Collection[int], _: str, message: Any) -> None:
         told.extend([message.pass_id] if ranks else [])
 
     monkeypatch.setattr(engine, "_tell_all", note)
-    monkeypatch.setattr(engine, "due", Interrupted())
+    monkeypatch.setattr(engine, "due", Due())
     with gw.autograd.context() as ctx:
-        engine.owe_commit(ctx, 1, [1])
-        if not ended:
-            end_second(ctx)
+        context_id = int(ctx)
+        engine.owe_commit(context_id, 1, [1])
+        second.join(30.0)
         engine.tell_due()
         assert sorted(told) == [1, 2]

@@ -22,6 +22,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 from fuzz import wire_samples as samples
+from gradwire import _interrupts
 from gradwire.config import Limits
 from gradwire.errors import CannotSend, DecodeError, GradwireError
 from gradwire.testing import wait_until
@@ -514,21 +515,21 @@ def test_a_function_of_a_module_that_another_thread_is_importing(
     importing: Any = types.ModuleType("importing")
     importing.begun, importing.go_on = threading.Event(), threading.Event()
     monkeypatch.setitem(sys.modules, "importing", importing)
-    num_looks = 0
-    walk = pickling._walk
+    is_waiting = threading.Event()
+    sleep = _interrupts.sleep
 
-    def count_looks(*args: Any) -> Any:
-        nonlocal num_looks
-        num_looks += 1
-        return walk(*args)
+    def note(seconds: float) -> None:
+        is_waiting.set()
+        sleep(seconds)
 
-    monkeypatch.setattr(pickling, "_walk", count_looks)
+    monkeypatch.setattr(_interrupts, "sleep", note)
+    monkeypatch.setattr(pickling, "_IMPORT_S", 30.0)
     with ThreadPoolExecutor(2) as pool:
         other = pool.submit(importlib.import_module, "slow_module")
         try:
             assert importing.begun.wait(30)
             found = pool.submit(serialization.resolve_function, "slow_module:f")
-            wait_until(lambda: num_looks > 3 or found.done(), 30.0, "that the second thread waits for the first")
+            wait_until(lambda: is_waiting.is_set() or found.done(), 30.0, "that the second thread waits for the first")
             assert not found.done()
         finally:
             importing.go_on.set()
