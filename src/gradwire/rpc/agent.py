@@ -259,7 +259,7 @@ class Agent:
             if self._membership.is_dismissed(address):
                 raise self._outdated(address)
             older = self._membership.on_seen(address)
-            num_ends = self._membership.num_ends(name)
+            num_ends = self._membership.num_ends(address)
         self.gathering.on_returned(address.info.name)
         if older is not None and not self.is_closed:
             self._tell_end(older, "it was restarted", was_orderly=False)
@@ -270,11 +270,30 @@ class Agent:
     ) -> None:
         """Fail everything that waits for a lost worker and notify the layers above, once."""
         # num_ends: the result of `on_connected` for the connection whose end is the evidence; None if there is none.
-        name = address.info.name
         with self._told:
             if self.is_closed or not self._membership.on_ended(address, num_ends):
                 return
-            self._telling[name] = threading.get_ident()
+            self._telling[address.info.name] = threading.get_ident()
+        self._tell_noted_end(address, reason, was_orderly=was_orderly)
+
+    def num_ends(self, address: WorkerAddress) -> int:
+        """Return how many ends of that incarnation of a worker, or of its connections, were noticed."""
+        with self._told:
+            return self._membership.num_ends(address)
+
+    def catch_up(self, address: WorkerAddress, num_ends: int) -> None:
+        """Report the end of a worker's connections now, if that worker has noticed more ends than this one.
+
+        Otherwise this one would notice it later, and end the new connection with the old ones.
+        """
+        with self._told:
+            if self.is_closed or not self._membership.catch_up(address, num_ends):
+                return
+            self._telling[address.info.name] = threading.get_ident()
+        self._tell_noted_end(address, "it has lost its connections with this worker", was_orderly=False)
+
+    def _tell_noted_end(self, address: WorkerAddress, reason: str, *, was_orderly: bool) -> None:
+        name = address.info.name
         try:
             self._tell_end(address, reason, was_orderly=was_orderly)
         finally:

@@ -47,7 +47,7 @@ from gradwire.types import WorkerAddress, WorkerInfo
 from gradwire.wire import exceptions, tensors
 from gradwire.wire.devices import DeviceMap, DeviceNames
 from gradwire.wire.framing import Frame
-from gradwire.wire.messages import Call, Failure, Goodbye, Message, Refused, Reply
+from gradwire.wire.messages import Call, Challenge, Failure, Goodbye, Message, Refused, Reply, Welcome
 from gradwire.wire.serialization import Packed
 
 if TYPE_CHECKING:
@@ -145,6 +145,7 @@ class Connection:
         max_in_flight: Maximum number of calls in progress on it.
         num_waiting_for_room: Threads that wait for the number of calls in progress to drop.
         reader: Reads the stream; None for loopback.
+        num_ends: How many ends of the other worker had been noticed here when the connection was opened.
         devices: Names of the devices of tensors in calls and results, here and on the peer; None if they are the same.
     """
 
@@ -173,7 +174,7 @@ class Connection:
             True  # the peer knows that the connection is open; a peer that closed it before that is not dead
         )
         self._goodbye: str | None = None
-        self._num_ends = 0  # of the other worker, when the connection was opened
+        self.num_ends = 0
         self.reader: Any = None
         self.devices: DeviceMap | None = None
 
@@ -225,7 +226,7 @@ class Connection:
         self.shares_main = self.agent.address.shares_main(address)
         self.reader.is_lingered_on = lane == "calls"
         try:
-            self._num_ends = self.agent.on_connected(address)
+            self.num_ends = self.agent.on_connected(address)
         except AuthenticationFailed:
             self.lane = ""  # it was never open
             raise
@@ -246,9 +247,11 @@ class Connection:
             return
         deadline = time.monotonic() + 1.0
         try:
-            answer = handshake.on_message(frame.message, self.stream.channel.certified_names())
+            answer: Challenge | Welcome = handshake.on_message(frame.message, self.stream.channel.certified_names())
             if handshake.is_open:
+                self.agent.catch_up(handshake.hello.sender, handshake.num_ends)
                 self._open(handshake.hello.lane, handshake.hello.sender)
+                answer = Welcome(self.num_ends)
         except AuthenticationFailed as error:
             with contextlib.suppress(TransportError, TimeoutError):
                 refusal = Refused(str(error), isinstance(error, IdentityTaken))
@@ -552,7 +555,7 @@ class Connection:
             is_cut = False
             # A worker that dies loses both lanes; one that abandons a reply loses only the other.
             if self.lane == "control" and self._is_welcome:
-                agent.on_worker_ended(address, reason, was_orderly=goodbye is not None, num_ends=self._num_ends)
+                agent.on_worker_ended(address, reason, was_orderly=goodbye is not None, num_ends=self.num_ends)
         self.fail_calls(reason)
         if is_cut:
             agent.notices.lane_ended(name)

@@ -51,6 +51,14 @@ _GIVEN_UP = "the connection attempt was abandoned"
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
 
+class _EndsDiffer(Exception):
+    """One of two workers has not noticed yet that their earlier connections have ended: it would end the new one, too."""
+
+    def __init__(self, address: WorkerAddress, num_ends: int) -> None:
+        super().__init__(address, num_ends)
+        self.address, self.num_ends = address, num_ends  # as the other worker has counted them
+
+
 class Peer:
     """Another worker, as seen from here.
 
@@ -80,6 +88,13 @@ class Peer:
         if connection is not None:
             return connection
         limit = min(deadline, time.monotonic() + self.agent.config.limits.handshake_timeout_s)
+        while True:
+            try:
+                return self._lane(kind, deadline, limit)
+            except _EndsDiffer as differ:  # this one catches up here, or else the other one in the next handshake
+                self.agent.catch_up(differ.address, differ.num_ends)
+
+    def _lane(self, kind: Lane, deadline: float, limit: float) -> Connection:
         while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
             _interrupts.deliver()
             if time.monotonic() >= deadline:
@@ -151,7 +166,9 @@ class Peer:
         try:
             # Looked up each time: a new incarnation that responds closes the remaining lanes of the old one.
             while missing := [kind for kind in _LANES if kind not in self.lanes and kind not in lanes]:
-                lanes[missing[0]] = self._connect_lane(address, missing[0], deadline)
+                lanes[missing[0]], num_ends = self._connect_lane(address, missing[0], deadline)
+                if any(connection.num_ends != num_ends for connection in lanes.values()):
+                    raise _EndsDiffer(lanes[missing[0]].address, num_ends)
         except Exception:
             for connection in lanes.values():
                 connection.say_goodbye(_GIVEN_UP)
@@ -160,14 +177,15 @@ class Peer:
             lanes.clear()
             raise
 
-    def _connect_lane(self, address: WorkerAddress, kind: Lane, deadline: float) -> Connection:
+    def _connect_lane(self, address: WorkerAddress, kind: Lane, deadline: float) -> tuple[Connection, int]:
+        """Return the connection, and how many ends of earlier ones the other worker has noticed."""
         agent = self.agent
         uri = registry.choose_uri(address, agent.address.host, agent.transports)
         stream = agent.transports[uri.partition(":")[0]].connect(uri, deadline)
         made: Connection | None = None
         try:
             stream.decoder.accept = CALLER_ACCEPTS
-            handshake = CallerHandshake(agent.identity, address, kind, agent.admit)
+            handshake = CallerHandshake(agent.identity, address, kind, agent.admit, agent.num_ends)
             answer: Message | None = handshake.begin()
             while answer is not None:
                 stream.send(answer, deadline=deadline)
@@ -178,7 +196,7 @@ class Peer:
             assert handshake.peer is not None
             made = Connection.opened_here(self, stream, kind, handshake.peer)
             made.is_on_this_machine = not uri.startswith("tcp:")
-            return made
+            return made, handshake.num_ends
         finally:
             if made is None:  # the peer may consider it open, and its end the end of this worker
                 with contextlib.suppress(TransportError, TimeoutError, OSError):
@@ -282,7 +300,9 @@ class Membership:
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._ended: dict[str, int] = {}  # the newest incarnation whose end was reported, by name
-        self._num_ends: dict[str, int] = {}  # how many ends of each worker were reported
+        self._num_ends: dict[
+            str, tuple[int, int]
+        ] = {}  # an incarnation, and how many ends of it were reported, by name
         # The newest incarnation that the supervisor declared lost, and why: it cannot come back, even if it is alive.
         self._dismissed: dict[str, tuple[int, str]] = {}
 
@@ -309,9 +329,14 @@ class Membership:
     def has_ended(self, name: str) -> bool:
         return self._ended.get(name, -1) >= self.newest(name)
 
-    def num_ends(self, name: str) -> int:
-        # A connection that was made before the last of them is part of it.
-        return self._num_ends.get(name, 0)
+    def num_ends(self, address: WorkerAddress) -> int:
+        """Return how often this incarnation was found to have ended, or its connections to have.
+
+        A connection that was made before the last of them is part of it. The other worker counts the same ends, but may
+        notice one later. Both compare their numbers when they connect again: see `catch_up`.
+        """
+        incarnation, number = self._num_ends.get(address.info.name, (0, 0))
+        return number if incarnation == address.incarnation else 0
 
     def on_seen(self, address: WorkerAddress) -> WorkerAddress | None:
         """Record that a worker is connected, so that earlier reports of its end no longer count.
@@ -335,11 +360,21 @@ class Membership:
         connection. The worker may have been declared dead and be back before the last of its old connections ends.
         """
         name = address.info.name
-        if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(name)):
+        if self._ended.get(name, -1) >= address.incarnation or num_ends not in (None, self.num_ends(address)):
             return False
         self._ended[name] = address.incarnation
-        self._num_ends[name] = self.num_ends(name) + 1
+        if address.incarnation >= self.newest(name):
+            self._num_ends[name] = address.incarnation, self.num_ends(address) + 1
         return True
+
+    def catch_up(self, address: WorkerAddress, num_ends: int) -> bool:
+        """Record ends that the other worker has noticed first; return True if the caller has to report one here."""
+        if num_ends <= self.num_ends(address):
+            return False
+        name = address.info.name
+        is_news = self.newest(name) == address.incarnation and self.on_ended(address)
+        self._num_ends[name] = address.incarnation, num_ends
+        return is_news
 
 
 _VANISHED_LOOK_S = 1.0  # between two looks at a connection

@@ -4,6 +4,8 @@ Each side proves that it knows the cluster's token without sending it (HMAC over
 side, so that a recorded handshake cannot be replayed), and that it is the worker and the incarnation that the other side
 expects. If the channel has certificates, the name must be one of those certified. Each side then checks with its directory
 (`admit`) that name and rank belong together, and compares the versions.
+
+Both also say how many ends of their connections they have noticed (`Membership.num_ends`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 Admit = Callable[[WorkerAddress], None]
 """Called with a worker that has proved its identity; raises AuthenticationFailed if it is not admitted."""
+
+NumEnds = Callable[[WorkerAddress], int]
+"""Returns how many ends of the connections with a worker were noticed."""
 
 LISTENER_ACCEPTS: frozenset[type[Message]] = frozenset({Hello, Proof, Goodbye})  # the last from a caller that gives up
 CALLER_ACCEPTS: frozenset[type[Message]] = frozenset({Challenge, Welcome, Refused})
@@ -60,9 +65,17 @@ class CallerHandshake:
     The incarnation 0 in `to`, the worker that it means to reach, means any.
     """
 
-    def __init__(self, identity: Identity, to: WorkerAddress, lane: Lane, admit: Admit = lambda address: None) -> None:
+    def __init__(
+        self,
+        identity: Identity,
+        to: WorkerAddress,
+        lane: Lane,
+        admit: Admit = lambda address: None,
+        num_ends: NumEnds = lambda address: 0,
+    ) -> None:
         self._identity = identity
         self._admit = admit
+        self._num_ends = num_ends
         self._to = to
         self._hello = Hello(
             nonce=secrets.token_bytes(_NONCE_BYTES),
@@ -74,6 +87,7 @@ class CallerHandshake:
             versions=identity.versions,
         )
         self.peer: WorkerAddress | None = None
+        self.num_ends = 0  # as the listener has counted them
 
     def begin(self) -> Hello:
         """Return the first message."""
@@ -102,8 +116,9 @@ class CallerHandshake:
                 check_identity(certified, name)
             self._admit(message.sender)
             self.peer = message.sender
-            return Proof(_proof(self._identity.token, b"caller", *sent))
+            return Proof(_proof(self._identity.token, b"caller", *sent), self._num_ends(self.peer))
         if isinstance(message, Welcome) and self.peer is not None:
+            self.num_ends = message.num_ends
             return None
         raise AuthenticationFailed(f"{name} sent {type(message).__name__} out of order in the handshake")
 
@@ -117,6 +132,7 @@ class ListenerHandshake:
         self._hello: Hello | None = None
         self._nonce = secrets.token_bytes(_NONCE_BYTES)
         self.is_open = False
+        self.num_ends = 0  # as the caller has counted them
 
     @property
     def hello(self) -> Hello:
@@ -141,8 +157,8 @@ class ListenerHandshake:
                     "with the same init_method"
                 )
             self._admit(self._hello.sender)
-            self.is_open = True
-            return Welcome()
+            self.is_open, self.num_ends = True, message.num_ends
+            return Welcome()  # to be sent with the listener's own number, once that is not the lower one
         raise AuthenticationFailed(f"{type(message).__name__} out of order in the handshake")
 
     def _prove(self, role: bytes) -> bytes:

@@ -10,8 +10,8 @@ Handshake, on every connection:
     caller                                   listener
       Hello(nonce, who, whom, ...)   ->
                                      <-      Challenge(nonce, who, ..., proof)    or Refused
-      Proof(proof)                   ->
-                                     <-      Welcome()                            or Refused
+      Proof(proof, ends)             ->
+                                     <-      Welcome(ends)                        or Refused
 
 then Call/Reply/Failure. A connection carries the calls of the worker that opened it and the answers to them, never the
 other way round, so that a thread that waits for an answer may read the connection without meeting a request.
@@ -112,10 +112,13 @@ class Challenge(_Header, frozen=True):
 
 class Proof(_Header, frozen=True):
     proof: _Secret
+    num_ends: _Number = 0  # how often the caller has found that its connections with the listener had ended
 
 
 class Welcome(_Header, frozen=True):
-    """The connection is open."""
+    """The connection is open, if the caller has counted as many ends."""
+
+    num_ends: _Number = 0  # as the listener has counted them
 
 
 class Refused(_Header, frozen=True):

@@ -112,6 +112,44 @@ def test_connection_waits_until_the_end_before_it_has_been_told(make_agents: Mak
     assert made.pop().to_here().tolist() == [2.0] * 3
 
 
+class Late:
+    """Makes a worker notice the end of its connections late."""
+
+    def __init__(self, agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.has_begun, self.may_go_on, self.is_over = threading.Event(), threading.Event(), threading.Event()
+        self._report = agent.on_worker_ended
+        monkeypatch.setattr(agent, "on_worker_ended", self._wait)
+
+    def _wait(self, *args: Any, **kwargs: Any) -> None:
+        self.has_begun.set()
+        assert self.may_go_on.wait(20.0)
+        self._report(*args, **kwargs)
+        self.is_over.set()
+
+
+@pytest.mark.parametrize("connects_again", ["the one that had connected", "the other one"])
+def test_a_worker_connects_again_before_both_have_noticed_the_end(
+    make_agents: MakeAgents, monkeypatch: pytest.MonkeyPatch, connects_again: str
+) -> None:
+    """Whoever has noticed less catches up first; else it would take the new connection for one of those that ended."""
+    a, b = make_agents(2)
+    assert make_there(a, "b").to_here().tolist() == [1.0] * 3
+    first, second = (a, b) if connects_again == "the one that had connected" else (b, a)
+    late = Late(b, monkeypatch)
+    ends = Ends(a, b)
+    reset_connections(b)
+    ends.wait(("a", "b"))
+    assert late.has_begun.wait(10.0)
+    new = make_there(first, second.info.name, 2.0)
+    assert new.to_here().tolist() == [2.0] * 3
+    ends.wait(("b", "a"))
+    lanes = dict(first.peers.peer(second.info.name).lanes)
+    late.may_go_on.set()
+    assert late.is_over.wait(10.0)
+    assert new.to_here().tolist() == [2.0] * 3
+    assert first.peers.peer(second.info.name).lanes == lanes
+
+
 def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAgents) -> None:
     """Its call was cancelled by its deadline, and what says so was under way when the connection ended."""
     a, b = make_agents(2)

@@ -55,12 +55,46 @@ def test_a_worker_that_was_taken_for_dead_may_be_back_and_end_again() -> None:
 def test_old_connection_that_ends_late_does_not_end_a_worker_that_is_back() -> None:
     membership = Membership()
     membership.on_seen(incarnation(5))
-    old = membership.num_ends("w")
+    old = membership.num_ends(incarnation(5))
     assert membership.on_ended(incarnation(5), old)  # one of its two connections
     membership.on_seen(incarnation(5))
     assert not membership.on_ended(incarnation(5), old)  # the other one
     assert not membership.has_ended("w")
-    assert membership.on_ended(incarnation(5), membership.num_ends("w"))
+    assert membership.on_ended(incarnation(5), membership.num_ends(incarnation(5)))
+
+
+def test_ends_that_the_other_worker_has_noticed_first_are_told_once() -> None:
+    membership = Membership()
+    membership.on_seen(incarnation(5))
+    old = membership.num_ends(incarnation(5))
+    assert membership.catch_up(incarnation(5), old + 1)
+    assert membership.has_ended("w")
+    assert not membership.catch_up(incarnation(5), old + 1)
+    membership.on_seen(incarnation(5))
+    assert not membership.on_ended(incarnation(5), old)  # noticed here at last
+    assert not membership.has_ended("w")
+    assert membership.num_ends(incarnation(5)) == old + 1
+
+
+def test_ends_of_a_worker_that_was_never_seen_or_has_ended_are_only_counted() -> None:
+    membership = Membership()
+    assert not membership.catch_up(incarnation(5), 2)
+    assert membership.num_ends(incarnation(5)) == 2
+    membership.on_seen(incarnation(5))
+    assert membership.on_ended(incarnation(5))
+    assert not membership.catch_up(incarnation(5), 4)
+    assert membership.num_ends(incarnation(5)) == 4
+
+
+def test_each_incarnation_has_its_own_number_of_ends() -> None:
+    membership = Membership()
+    membership.on_seen(incarnation(5))
+    assert membership.on_ended(incarnation(5))
+    membership.on_seen(incarnation(5))
+    membership.catch_up(incarnation(7), 1)
+    assert membership.on_seen(incarnation(7)) == incarnation(5)
+    assert membership.num_ends(incarnation(7)) == 1
+    assert membership.num_ends(incarnation(5)) == 0  # it does not come back
 
 
 def test_restarts_do_not_add_up() -> None:

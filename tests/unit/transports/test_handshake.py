@@ -66,6 +66,21 @@ def test_both_sides_learn_who_the_other_is() -> None:
     assert (listener.hello.sender, listener.hello.lane) == (CALLER.address, "calls")
 
 
+def test_both_sides_learn_how_many_ends_the_other_has_noticed() -> None:
+    asked: list[WorkerAddress] = []
+    caller = CallerHandshake(
+        CALLER, make_address("listener", 0), "calls", num_ends=lambda address: asked.append(address) or 3
+    )
+    listener = make_listener()
+    challenge = listener.on_message(caller.begin(), None)
+    proof = caller.on_message(challenge, None)
+    assert proof is not None
+    listener.on_message(proof, None)
+    assert caller.on_message(Welcome(5), None) is None
+    assert (caller.num_ends, listener.num_ends) == (5, 3)
+    assert asked == [LISTENER.address]  # with its incarnation
+
+
 @pytest.mark.parametrize("incarnation", [0, 5])
 def test_any_incarnation_or_exactly_one_can_be_meant(incarnation: int) -> None:
     listener = make_listener()

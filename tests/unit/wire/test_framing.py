@@ -296,8 +296,8 @@ def test_no_part_of_a_sparse_tensor_can_be_in_shared_memory(layout: torch.layout
 def test_handshake_messages_have_one_spelling() -> None:
     data = GOOD["proof"]
     header = data[PREFIX_BYTES:]
-    assert header[:2] == b"\x91\xc4"
-    longer = samples.raw_frame(b"\x91\xc5\x00\x20" + header[3:], number=3)
+    assert header[:2] == b"\x92\xc4"
+    longer = samples.raw_frame(b"\x92\xc5\x00\x20" + header[3:], number=3)
     with pytest.raises(DecodeError, match="canonical form"):
         make_decoder(accept=frozenset({Proof})).feed(longer)
 
