@@ -287,7 +287,7 @@ class Agent:
         Otherwise this one would notice it later, and end the new connection with the old ones.
         """
         with self._told:
-            if self.is_closed or not self._membership.catch_up(address, num_ends):
+            if not self._membership.catch_up(address, num_ends) or self.is_closed:
                 return
             self._telling[address.info.name] = threading.get_ident()
         self._tell_noted_end(address, "it has lost its connections with this worker", was_orderly=False)

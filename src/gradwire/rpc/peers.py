@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 _LOOK_S = 0.002
 _SLICE_S = 0.05  # a thread that waits for the one that connects looks so often for Ctrl-C
 _GOODBYE_S = 0.2
+_MOST_ROUNDS = 5  # two are enough, unless more connections end meanwhile
 _GIVEN_UP = "the connection attempt was abandoned"
 _LANES: tuple[Lane, ...] = ("calls", "control")
 
@@ -88,11 +89,12 @@ class Peer:
         if connection is not None:
             return connection
         limit = min(deadline, time.monotonic() + self.agent.config.limits.handshake_timeout_s)
-        while True:
+        for _ in range(_MOST_ROUNDS):
             try:
                 return self._lane(kind, deadline, limit)
             except _EndsDiffer as differ:  # this one catches up here, or else the other one in the next handshake
                 self.agent.catch_up(differ.address, differ.num_ends)
+        raise self.lost("its connections end while new ones are opened")
 
     def _lane(self, kind: Lane, deadline: float, limit: float) -> Connection:
         while not self._lock.acquire(timeout=max(0.0, min(_SLICE_S, deadline - time.monotonic()))):
@@ -167,7 +169,7 @@ class Peer:
             # Looked up each time: a new incarnation that responds closes the remaining lanes of the old one.
             while missing := [kind for kind in _LANES if kind not in self.lanes and kind not in lanes]:
                 lanes[missing[0]], num_ends = self._connect_lane(address, missing[0], deadline)
-                if any(connection.num_ends != num_ends for connection in lanes.values()):
+                if any(connection.num_ends != num_ends for connection in lanes.values()):  # one has ended meanwhile
                     raise _EndsDiffer(lanes[missing[0]].address, num_ends)
         except Exception:
             for connection in lanes.values():
@@ -194,6 +196,8 @@ class Peer:
                 is_challenge = isinstance(frame.message, Challenge)
                 answer = handshake.on_message(frame.message, stream.channel.certified_names() if is_challenge else None)
             assert handshake.peer is not None
+            if handshake.num_ends != agent.num_ends(handshake.peer):
+                raise _EndsDiffer(handshake.peer, handshake.num_ends)
             made = Connection.opened_here(self, stream, kind, handshake.peer)
             made.is_on_this_machine = not uri.startswith("tcp:")
             return made, handshake.num_ends
@@ -300,9 +304,8 @@ class Membership:
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
         self._ended: dict[str, int] = {}  # the newest incarnation whose end was reported, by name
-        self._num_ends: dict[
-            str, tuple[int, int]
-        ] = {}  # an incarnation, and how many ends of it were reported, by name
+        # By name: an incarnation, and how many ends of it were reported.
+        self._num_ends: dict[str, tuple[int, int]] = {}
         # The newest incarnation that the supervisor declared lost, and why: it cannot come back, even if it is alive.
         self._dismissed: dict[str, tuple[int, str]] = {}
 
@@ -369,9 +372,9 @@ class Membership:
 
     def catch_up(self, address: WorkerAddress, num_ends: int) -> bool:
         """Record ends that the other worker has noticed first; return True if the caller has to report one here."""
-        if num_ends <= self.num_ends(address):
-            return False
         name = address.info.name
+        if num_ends <= self.num_ends(address) or address.incarnation < self.newest(name):
+            return False
         is_news = self.newest(name) == address.incarnation and self.on_ended(address)
         self._num_ends[name] = address.incarnation, num_ends
         return is_news

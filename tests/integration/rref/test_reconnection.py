@@ -148,6 +148,18 @@ def test_a_worker_connects_again_before_both_have_noticed_the_end(
     assert late.is_over.wait(10.0)
     assert new.to_here().tolist() == [2.0] * 3
     assert first.peers.peer(second.info.name).lanes == lanes
+    del new
+    wait_nothing_left(a, b)
+
+
+def test_a_worker_that_was_found_dead_before_it_ever_connected_notices_no_end(make_agents: MakeAgents) -> None:
+    a, b = make_agents(2)
+    b.on_worker_ended(a.address, "it cannot be reached", was_orderly=False)
+    ends: list[Any] = []
+    a.on_worker_lost(lambda *end: ends.append(end))
+    assert a.call("b", os.getpid) == os.getpid()
+    assert ends == []
+    assert not b.has_ended("a")
 
 
 def test_a_value_that_was_given_up_before_the_reset_is_freed(make_agents: MakeAgents) -> None:

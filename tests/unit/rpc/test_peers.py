@@ -86,6 +86,14 @@ def test_ends_of_a_worker_that_was_never_seen_or_has_ended_are_only_counted() ->
     assert membership.num_ends(incarnation(5)) == 4
 
 
+def test_an_older_incarnation_is_not_counted() -> None:
+    membership = Membership()
+    membership.on_seen(incarnation(7))
+    assert membership.on_ended(incarnation(7))
+    assert not membership.catch_up(incarnation(5), 3)
+    assert membership.num_ends(incarnation(7)) == 1
+
+
 def test_each_incarnation_has_its_own_number_of_ends() -> None:
     membership = Membership()
     membership.on_seen(incarnation(5))
